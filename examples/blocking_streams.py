@@ -28,7 +28,7 @@ def main() -> None:
 
         done: list[int] = []
         all_done = threading.Event()
-        workers = [client.streams.consumer("orders", "invoices", group=True) for _ in range(2)]
+        workers = [client.streams.consumer("orders", "invoices", shared=True) for _ in range(2)]
         for worker in workers:
             threading.Thread(target=work, args=(worker, done, all_done)).start()
         all_done.wait()

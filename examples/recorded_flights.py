@@ -19,7 +19,7 @@ def tally(payloads: Sequence[bytes]) -> tuple[int, int]:
 
 
 async def work(client: iris.Client, group: str, done: list[bytes]) -> None:
-    async with client.streams.consumer("flights", group, group=True) as worker:
+    async with client.streams.consumer("flights", group, shared=True) as worker:
         async for batch in worker.batches():
             done.extend(message.payload for message in batch)
             worker.ack(*batch)

@@ -12,7 +12,7 @@ async def main() -> None:
             await client.streams.append("jobs", b"job %d" % number)
 
         async with client.streams.consumer(
-            "jobs", "workers", group=True, ack_timeout=30, max_deliver=5
+            "jobs", "workers", shared=True, ack_timeout=30, max_deliver=5
         ) as work:
             async for message in work:
                 print("done:", message.payload.decode())

@@ -361,14 +361,14 @@ class Streams(Management):
         return StreamPage(fetched, opener)
 
     def consumer(
-        self, name: str, consumer: str, start: Start = "first", *, group: bool = False, durable: bool = True, ack_timeout: float = 30.0,
+        self, name: str, consumer: str, start: Start = "first", *, shared: bool = False, durable: bool = True, ack_timeout: float = 30.0,
         max_deliver: int = 0, max_messages: int = BATCH_MESSAGES, create: bool = True, partition: int | None = None, uuid: str = "",
         patience: float = PATIENCE_S, on_gap: Callable[[StreamGap], object] | None = None,
     ) -> Consumer:  # fmt: skip
         """Return a worker of a consumer, whose position in the stream the store keeps; see `Consumer`.
 
         The first batch creates the consumer, at `start`; without `create`, it raises StreamError if there is none. With
-        `group`, several workers share its messages, those of one key in order; without it, the latest worker receives
+        `shared`, several workers share its messages, those of one key in order; without it, the latest worker receives
         everything. A consumer that is not `durable` is
         deleted after a minute without a worker. A message that was delivered `max_deliver` times (0: no limit)
         without an acknowledgement moves to the dead letters, the stream `NAME.dead`. With a `partition` it works on
@@ -380,7 +380,7 @@ class Streams(Management):
         if partition is not None:
             check_whole("partition", partition, 0)
         return self._make_consumer(
-            self._stores, name, consumer, start, group=group, durable=durable, ack_timeout=ack_timeout, max_deliver=max_deliver,
+            self._stores, name, consumer, start, shared=shared, durable=durable, ack_timeout=ack_timeout, max_deliver=max_deliver,
             max_messages=max_messages, create=create, uuid=uuid, patience=patience, on_gap=on_gap, partition=partition,
         )  # fmt: skip
 

@@ -35,7 +35,7 @@ def check_consumer(ack_timeout: float | None, max_deliver: int | None) -> None:
 
 
 class Consumer(OneProcess, AsyncOnly):
-    """One worker of a consumer: `async with client.streams.consumer("orders", "invoices", group=True) as work`.
+    """One worker of a consumer: `async with client.streams.consumer("orders", "invoices", shared=True) as work`.
 
     Iterate over the messages, and `ack` each one when its work is done. `nack` has it delivered again after a
     delay; `touch` asks for more time. A message not settled within `ack_timeout` is delivered again, to this or
@@ -52,14 +52,14 @@ class Consumer(OneProcess, AsyncOnly):
     _right_use = "async with client.streams.consumer(...) as work:"
 
     def __init__(
-        self, stores: Stores, stream: str, name: str, start: Start, *, group: bool, durable: bool, ack_timeout: float,
+        self, stores: Stores, stream: str, name: str, start: Start, *, shared: bool, durable: bool, ack_timeout: float,
         max_deliver: int, max_messages: int, create: bool, uuid: str, patience: float, on_gap: Callable[[StreamGap], object] | None,
         partition: int | None = None,
     ) -> None:  # fmt: skip
         """With `partition` it works on one partition, otherwise on all."""
         check_consumer(ack_timeout, max_deliver)
         check_whole("max_messages", max_messages, 1, MAX_CONSUMED)
-        for option, flag in (("group", group), ("durable", durable), ("create", create)):
+        for option, flag in (("shared", shared), ("durable", durable), ("create", create)):
             check_flag(option, flag)
         self.stream = stream
         self.name = name
@@ -69,7 +69,7 @@ class Consumer(OneProcess, AsyncOnly):
         self._uuid = uuid
         self._partition = partition
         self._settings = Settings(
-            name, group, durable, round(ack_timeout * 1e6), max_deliver, max_messages, create, patience
+            name, shared, durable, round(ack_timeout * 1e6), max_deliver, max_messages, create, patience
         )  # fmt: skip
         check_callback("on_gap", on_gap)
         self._on_gap = on_gap

@@ -38,7 +38,7 @@ class Settings(Struct, frozen=True):
     """The settings of a consumer, and how its workers here call for messages."""
 
     name: str
-    group: bool
+    shared: bool
     durable: bool
     ack_timeout_us: int
     max_deliver: int
@@ -180,7 +180,7 @@ class Worker:
         self._cancel_confirm()  # the call below confirms the last delivery
         await self._wait_settled()
         call = Consume(
-            settings.name, self._id, BATCH_BYTES, settings.max_messages, WAIT_MS, self._offset, settings.group, settings.durable,
+            settings.name, self._id, BATCH_BYTES, settings.max_messages, WAIT_MS, self._offset, settings.shared, settings.durable,
             settings.ack_timeout_us, settings.max_deliver, self._lost_answer, settings.create,
         )  # fmt: skip
         # Until the answer has arrived and is opened, assume that it was lost.
@@ -201,7 +201,7 @@ class Worker:
         if delivered.fenced:
             raise StreamError(
                 self.stream,
-                f"another worker of consumer {settings.name!r} has taken over; set group to share its messages",
+                f"another worker of consumer {settings.name!r} has taken over; set shared=True to share its messages",
             )
         messages: list[StreamMessage] = []
         for delivery in delivered.items:

@@ -66,7 +66,7 @@ class StreamReader:
         # What was settled is what the stream holds up to its end and the lag does not.
         settled = self._history.rate(("settled", *key), number(info.next) - number(said.lag))
         return Consumer(
-            name=text(said.name), group=said.group, workers=whole(said.workers), lag=whole(said.lag),
+            name=text(said.name), shared=said.shared, workers=whole(said.workers), lag=whole(said.lag),
             pending=whole(said.pending), redelivering=whole(said.redelivering), dead=whole(said.dead),
             missed=whole(said.missed), late=whole(said.late), paused=said.paused,
             lag_rate=self._history.trend(("lag", *key), number(said.lag)), settled_rate=settled,

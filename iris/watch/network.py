@@ -220,7 +220,7 @@ class Consumer(Struct, frozen=True, kw_only=True):
     """A consumer of a stream. All counts are messages but `workers`."""
 
     name: str
-    group: bool
+    shared: bool
     workers: int
     lag: int
     """Messages that are not settled."""

@@ -41,7 +41,7 @@ class Consume(Struct, frozen=True, tag_field="op", tag="consume"):
     max_messages: Annotated[int, Meta(ge=1, le=MAX_CONSUMED)]
     wait_ms: Annotated[int, Meta(ge=0, le=60_000)] = 0
     start: Offset = 0
-    group: bool = False
+    shared: bool = False
     durable: bool = True
     ack_timeout_us: Annotated[int, Meta(ge=ACK_TIMEOUT_US[0], le=ACK_TIMEOUT_US[1])] = 30_000_000
     max_deliver: Annotated[int, Meta(ge=0, le=MAX_DELIVER)] = 0
@@ -145,7 +145,7 @@ class ConsumerInfo(Struct, frozen=True):
     """
 
     name: Name
-    group: bool
+    shared: bool
     durable: bool
     floor: Offset
     position: Offset

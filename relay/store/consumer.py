@@ -5,7 +5,7 @@ meant for the worker: no more than it asked for, so that other workers get the r
 message. Messages that were read but are not settled are in the table of `unsettled`; their layout
 on disk is in `cursor`.
 
-In a group, the records of one key are processed in order: each waits until those before it are
+In a shared consumer, the records of one key are processed in order: each waits until those before it are
 settled or dead, so a failed record is delivered again first. A deferred record joins its key's
 queue when it is due. Records without a key have no order.
 """
@@ -187,7 +187,7 @@ class Consumer:
     def ack_through(self, worker: bytes, offset: int, now_us: int) -> int:
         """Settle the dispatched messages up to and including `offset`, and return how many.
 
-        In a group, only those that `worker` holds. A deferred record is delivered later than its
+        In a shared consumer, only those that `worker` holds. A deferred record is delivered later than its
         offset suggests, so it is settled only if it contains `offset`. Raises ValueError if
         `offset` was never dispatched.
         """
@@ -198,7 +198,7 @@ class Consumer:
             if record.deferred and offset >= record.next:
                 continue
             mask = record.mask(0, offset + 1) & ~record.fresh
-            if self.settings.group:
+            if self.settings.shared:
                 mask &= record.bits([part for part in record.parts if part.worker == worker])
             settled += self._table.settle(record, mask)
         self._table.tidy(0, offset + 1)
@@ -333,7 +333,7 @@ class Consumer:
             return Redrive.WAITING
         if not item.deferred and item.next > self.position:
             return Redrive.FULL  # the rest of the record is read first
-        key = item.key_hash[: cursor.KEY_BYTES] if self.settings.group and item.key_hash else None
+        key = item.key_hash[: cursor.KEY_BYTES] if self.settings.shared and item.key_hash else None
         if record is None:
             weight = self._table.weight + cursor.weight(item.count, key)
             if self._table.records and weight > cursor.MAX_RECORDS_BYTES:
@@ -350,7 +350,7 @@ class Consumer:
     ) -> None:  # fmt: skip
         """Change settings, or pause or resume; None leaves one as it is. Raises ValueError.
 
-        `group` decides which messages wait for each other and `durable` where the state is, so they never change.
+        `shared` decides which messages wait for each other and `durable` where the state is, so they never change.
         """
         self._table.update_time(now_us)
         given = {"ack_timeout_us": ack_timeout_us, "max_deliver": max_deliver}
@@ -450,9 +450,9 @@ class Consumer:
     def _admit(self, worker: bytes) -> bool:
         """Return whether `worker` may take messages.
 
-        A new worker of a consumer that is not a group replaces the former one.
+        A new worker of a consumer that is not shared replaces the former one.
         """
-        if self.settings.group or worker == self._worker:
+        if self.settings.shared or worker == self._worker:
             return True
         if worker in self._fenced:
             return False

@@ -200,7 +200,7 @@ class ConsumerCalls:
         waiting = {one.call.worker for one in self._waiting.get(consumer.name, ())}
         info, settings, counts = consumer.info(waiting), consumer.settings, consumer.counts
         return ConsumerInfo(
-            consumer.name, settings.group, settings.durable, info.floor, info.position, info.lag, info.pending,
+            consumer.name, settings.shared, settings.durable, info.floor, info.position, info.lag, info.pending,
             info.redelivering, info.workers, info.dead, counts.missed, counts.late, consumer.paused,
             settings.ack_timeout_us, settings.max_deliver, counts.redriven,
         )  # fmt: skip
@@ -353,7 +353,7 @@ class ConsumerCalls:
 
     def _consumer(self, call: Consume, now_us: int) -> Consumer:
         settings = Settings(
-            group=call.group,
+            shared=call.shared,
             ack_timeout_us=call.ack_timeout_us,
             max_deliver=call.max_deliver,
             durable=call.durable,

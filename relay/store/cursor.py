@@ -53,7 +53,7 @@ class CursorDamaged(IrisError):
 class Settings(Struct, frozen=True):
     """The settings of a consumer. Raises ValueError for a value out of range."""
 
-    group: bool = False
+    shared: bool = False
     """Several workers share the messages.
 
     Otherwise one worker receives all, and a newer one takes over from it.

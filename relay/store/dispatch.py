@@ -240,7 +240,7 @@ class Dispatcher:
             basket.messages += 1
             self.counts.skipped += item.count
             return True
-        key = item.key_hash[: cursor.KEY_BYTES] if self._settings.group and item.key_hash else None
+        key = item.key_hash[: cursor.KEY_BYTES] if self._settings.shared and item.key_hash else None
         weight = cursor.weight(item.count, key)
         if self._table.records and self._table.weight + weight > cursor.MAX_RECORDS_BYTES:
             return False

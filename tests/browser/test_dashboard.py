@@ -320,7 +320,7 @@ async def test_dead_letters_are_looked_at_and_redriven_and_each_change_is_asked_
             await streams.append("orders", hostile)
             await streams.append("orders", bytes(range(256)))
             await streams.append("orders", {"sku": "a", "left": 0})
-            async with streams.consumer("orders", "invoices", group=True, max_deliver=1) as work:
+            async with streams.consumer("orders", "invoices", shared=True, max_deliver=1) as work:
                 for _ in range(3):
                     work.nack(await anext(work), reason="no <b>such</b> customer")
                 await work.flush()
@@ -357,7 +357,7 @@ async def test_dead_letters_are_looked_at_and_redriven_and_each_change_is_asked_
             await row.get_by_role("button", name="Resume").click()
             await page.tab.locator("#ask-yes").click()
             await row.get_by_role("button", name="Pause").wait_for()
-            async with streams.consumer("orders", "invoices", group=True, max_deliver=1) as work:
+            async with streams.consumer("orders", "invoices", shared=True, max_deliver=1) as work:
                 assert (await anext(work)).payload == hostile
 
 
@@ -368,7 +368,7 @@ async def test_a_page_of_a_read_only_dashboard_has_nothing_to_press(
         async with named(relay, "invoices.py") as program:
             await program.streams.create("orders", timeout=PATIENCE_S)
             await program.streams.append("orders", b"")
-            async with program.streams.consumer("orders", "invoices", group=True) as work:
+            async with program.streams.consumer("orders", "invoices", shared=True) as work:
                 work.ack(await anext(work))
                 page = await (await pages.open(dashboard.url)).shown()
                 await page.wait(

@@ -70,7 +70,7 @@ async def publish(publisher: iris.Client) -> None:
 
 
 async def consume(worker: iris.Client) -> None:
-    async with worker.streams.consumer("orders", "invoices", group=True, max_deliver=1) as work:
+    async with worker.streams.consumer("orders", "invoices", shared=True, max_deliver=1) as work:
         async for message in work:
             if message.offset % 400 == 7:
                 work.nack(message, reason="no such customer")

@@ -70,7 +70,7 @@ def test_workers_in_threads_share_a_consumer_and_settle_each_message(
                     finished.set()
 
     workers = [
-        client.streams.consumer("work", "team", group=True, max_messages=10) for _ in range(2)
+        client.streams.consumer("work", "team", shared=True, max_messages=10) for _ in range(2)
     ]
     threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in workers]
     for thread in threads:
@@ -104,7 +104,7 @@ def test_a_message_that_failed_comes_again_and_then_is_a_dead_letter(
 def test_a_worker_that_is_stopped_finishes_the_message_in_hand(client: blocking.Client) -> None:
     client.streams.create("printing")
     client.streams.append_many("printing", [1, 2, 3])
-    worker = client.streams.consumer("printing", "printer", group=True)
+    worker = client.streams.consumer("printing", "printer", shared=True)
     begun, go_on = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -121,7 +121,7 @@ def test_a_worker_that_is_stopped_finishes_the_message_in_hand(client: blocking.
     go_on.set()
     thread.join(30)
     assert not thread.is_alive()
-    with client.streams.consumer("printing", "printer", group=True) as other:
+    with client.streams.consumer("printing", "printer", shared=True) as other:
         assert [(m.value, m.deliveries) for m in (next(other), next(other))] == [(2, 1), (3, 1)]
     client.streams.delete("printing")
 
@@ -191,8 +191,8 @@ def test_a_thread_cannot_settle_a_message_of_another_stream(client: blocking.Cli
         client.streams.create(name)
         client.streams.append(name, b"1")
     with (
-        client.streams.consumer("settled", "work", group=True) as work,
-        client.streams.consumer("others", "work", group=True) as other,
+        client.streams.consumer("settled", "work", shared=True) as work,
+        client.streams.consumer("others", "work", shared=True) as other,
     ):
         message = next(work)
         next(other)

@@ -130,7 +130,7 @@ async def test_consumers_and_dead_letters_go_on_at_the_other_store(tmp_path: Pat
             for message in numbered("", 10):
                 await client.streams.append("orders", message)
             async with client.streams.consumer(
-                "orders", "billing", group=True, max_deliver=1
+                "orders", "billing", shared=True, max_deliver=1
             ) as worker:
                 for turn in range(5):
                     message = await anext(worker)
@@ -143,7 +143,7 @@ async def test_consumers_and_dead_letters_go_on_at_the_other_store(tmp_path: Pat
             group.kill(first)
             group.lose_disk(first)
             async with client.streams.consumer(
-                "orders", "billing", group=True, max_deliver=1
+                "orders", "billing", shared=True, max_deliver=1
             ) as worker:
                 left = [await anext(worker) for _ in range(5)]
                 assert [bytes(one.payload) for one in left] == numbered("", 10)[5:]

@@ -33,7 +33,7 @@ async def loaded(client: iris.Client, name: str) -> AsyncIterator[list[bytes]]:
             number += 1
 
     async def work() -> None:
-        async with client.streams.consumer(name, "billing", group=True) as worker:
+        async with client.streams.consumer(name, "billing", shared=True) as worker:
             async for message in worker:
                 given.append(bytes(message.payload))
                 worker.ack(message)
@@ -63,7 +63,7 @@ async def test_a_stream_joins_under_load_and_outlives_its_store_and_its_disk(
             made = await client.streams.create("orders", dedup_window=3600)
             await client.streams.append("orders", b"first", message_id="a")
             async with client.streams.consumer(
-                "orders", "auditing", group=True, max_deliver=1
+                "orders", "auditing", shared=True, max_deliver=1
             ) as worker:
                 worker.nack(await anext(worker), reason="broken")
             async with loaded(client, "orders") as sent:

@@ -90,7 +90,7 @@ async def test_acks_message_ids_dead_letters_and_limits_move_along(tmp_path: Pat
             for message in numbered("", 9):
                 await client.streams.append("orders", message)
             async with client.streams.consumer(
-                "orders", "billing", group=True, max_deliver=1
+                "orders", "billing", shared=True, max_deliver=1
             ) as worker:
                 for turn in range(5):
                     message = await anext(worker)

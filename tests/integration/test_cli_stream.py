@@ -651,18 +651,18 @@ async def test_consumers_of_a_stream_are_listed_and_forgotten(
     assert await said("list", stream) == b""
     async with iris.connect(relay, keyring=keyring) as client:
         await client.streams.append_many(stream, ["a", "b", "c"])
-        async with client.streams.consumer(stream, "billing", group=True) as work:
+        async with client.streams.consumer(stream, "billing", shared=True) as work:
             message = await anext(work)
             work.ack(message)
             await work.flush()
             (row,) = rows(await said("list", stream, "--json"))
-            assert (row["name"], row["group"], row["durable"]) == ("billing", True, True)
+            assert (row["name"], row["shared"], row["durable"]) == ("billing", True, True)
             assert (row["floor"], row["position"], row["lag"]) == (1, 3, 2)
             assert (row["pending"], row["workers"]) == (2, 1)
             plain = (await said("list", stream)).decode()
             titles, line = plain.splitlines()
             assert titles.split("\t")[:3] == ["NAME", "KIND", "FLOOR"]
-            assert line == "billing\tgroup\t1\t3\t2\t2\t0\t1\t0\tok"
+            assert line == "billing\tshared\t1\t3\t2\t2\t0\t1\t0\tok"
             assert await said("pause", stream, "billing") == b""
             assert (await said("list", stream)).endswith(b"\tpaused\n")
             assert (
@@ -722,7 +722,7 @@ def test_the_page_and_the_help_say_what_every_field_of_a_consumer_means(shell: S
     page = (Path(__file__).parents[2] / "docs" / "streams.md").read_text("utf-8")
     shown = shell("stream", "consumer", "list", "--help").decode()
     for field in ConsumerInfo.__struct_fields__:
-        if field not in ("name", "group", "durable"):
+        if field not in ("name", "shared", "durable"):
             assert f"| `{field}`" in page, field
             assert re.search(rf"\b{field}\b", shown), field
     assert "unstored" in shown

@@ -49,7 +49,7 @@ async def test_two_consumers_get_everything_each(setting: Any) -> None:
     await client.streams.create("orders")
     await client.streams.append_many("orders", [b"%d" % n for n in range(50)])
     for name in ("invoices", "audit"):
-        async with other.streams.consumer("orders", name, group=True) as work:
+        async with other.streams.consumer("orders", name, shared=True) as work:
             found = await take(work, 50)
             work.ack(*found)
         assert [int(m.payload) for m in found] == list(range(50))
@@ -63,7 +63,7 @@ async def test_the_workers_of_a_group_share_each_message_once(setting: Any) -> N
 
     async def worker(number: int) -> None:
         async with other.streams.consumer(
-            "orders", "invoices", group=True, max_messages=10
+            "orders", "invoices", shared=True, max_messages=10
         ) as work:
             async for message in work:
                 done[int(message.payload)] += 1
@@ -96,7 +96,7 @@ async def test_workers_without_messages_count_as_workers_until_they_leave(settin
                 await asyncio.sleep(0.01)
 
     async def idle() -> None:
-        async with other.streams.consumer("orders", "invoices", group=True) as work:
+        async with other.streams.consumer("orders", "invoices", shared=True) as work:
             await anext(work)
 
     one, two = asyncio.create_task(idle()), asyncio.create_task(idle())
@@ -117,7 +117,7 @@ async def test_a_bundle_is_shared_as_the_workers_asked_for_it(setting: Any) -> N
 
     async def worker(mine: list[int]) -> None:
         async with other.streams.consumer(
-            "orders", "invoices", group=True, max_messages=10
+            "orders", "invoices", shared=True, max_messages=10
         ) as work:
             async for batch in work.batches():
                 assert 0 < len(batch) <= 10
@@ -142,10 +142,10 @@ async def test_what_a_worker_leaves_unsettled_goes_to_another(setting: Any) -> N
     await client.streams.create("orders")
     for number in range(10):
         await client.streams.append("orders", b"%d" % number)
-    async with other.streams.consumer("orders", "invoices", group=True) as first:
+    async with other.streams.consumer("orders", "invoices", shared=True) as first:
         found = await take(first, 10)
         first.ack(*found[:3])
-    async with client.streams.consumer("orders", "invoices", group=True) as second:
+    async with client.streams.consumer("orders", "invoices", shared=True) as second:
         again = await take(second, 7)
         assert [int(m.payload) for m in again] == list(range(3, 10))
         assert {m.deliveries for m in again} == {2}
@@ -157,8 +157,8 @@ async def test_a_message_that_is_not_acknowledged_in_time_is_delivered_again(set
     await client.streams.create("orders")
     await client.streams.append("orders", b"x")
     async with (
-        other.streams.consumer("orders", "invoices", group=True, ack_timeout=1.0) as hung,
-        client.streams.consumer("orders", "invoices", group=True, ack_timeout=1.0) as work,
+        other.streams.consumer("orders", "invoices", shared=True, ack_timeout=1.0) as hung,
+        client.streams.consumer("orders", "invoices", shared=True, ack_timeout=1.0) as work,
     ):
         (held,) = await take(hung, 1)
         (again,) = await take(work, 1)
@@ -175,7 +175,7 @@ async def test_touch_keeps_a_message_from_being_delivered_again(setting: Any) ->
     _, client, other = setting
     await client.streams.create("orders")
     await client.streams.append("orders", b"x")
-    async with other.streams.consumer("orders", "invoices", group=True, ack_timeout=2.5) as work:
+    async with other.streams.consumer("orders", "invoices", shared=True, ack_timeout=2.5) as work:
         (held,) = await take(work, 1)
         for _ in range(30):
             await asyncio.sleep(0.1)
@@ -194,7 +194,7 @@ async def test_a_failed_message_comes_again_after_its_delay_and_then_is_a_dead_l
     for number in range(5):
         await client.streams.append("orders", b"%d" % number, headers={"n": str(number)})
     deliveries: list[tuple[int, int]] = []
-    async with other.streams.consumer("orders", "invoices", group=True, max_deliver=3) as work:
+    async with other.streams.consumer("orders", "invoices", shared=True, max_deliver=3) as work:
         for message in [await anext(work) for _ in range(5)]:
             if message.payload == b"2":
                 deliveries.append((message.offset, message.deliveries))
@@ -229,8 +229,8 @@ async def test_messages_of_one_key_go_one_after_the_other(setting: Any) -> None:
     for number in range(12):
         await client.streams.append("orders", b"%d" % number, key=f"customer {number % 2}")
     async with (
-        other.streams.consumer("orders", "invoices", group=True, max_messages=1) as one,
-        client.streams.consumer("orders", "invoices", group=True, max_messages=1) as two,
+        other.streams.consumer("orders", "invoices", shared=True, max_messages=1) as one,
+        client.streams.consumer("orders", "invoices", shared=True, max_messages=1) as two,
     ):
         seen: dict[int, list[int]] = {0: [], 1: []}
         for _ in range(6):
@@ -275,10 +275,10 @@ async def test_a_consumer_that_is_there_with_other_settings_is_not_taken(setting
     _, client, other = setting
     await client.streams.create("orders")
     await client.streams.append("orders", b"x")
-    async with other.streams.consumer("orders", "invoices", group=True) as work:
+    async with other.streams.consumer("orders", "invoices", shared=True) as work:
         await take(work, 1)
         async with client.streams.consumer(
-            "orders", "invoices", group=True, max_deliver=7
+            "orders", "invoices", shared=True, max_deliver=7
         ) as another:
             with pytest.raises(
                 StreamError, match=r"other settings: max_deliver 0, not 7; .*consumer delete"
@@ -311,7 +311,7 @@ async def test_a_consumer_outlives_the_store(tmp_path: Path, how: str) -> None:
         await client.streams.append_many("orders", [b"%d" % n for n in range(100)])
         done: Counter[int] = Counter()
         async with other.streams.consumer(
-            "orders", "invoices", group=True, max_messages=10
+            "orders", "invoices", shared=True, max_messages=10
         ) as work:
             for message in await take(work, 60):
                 work.ack(message)
@@ -366,7 +366,7 @@ async def test_a_message_that_the_only_worker_forgot_comes_to_it_again(setting: 
 async def test_takes_that_were_given_up_swallow_nothing(setting: Any) -> None:
     _, client, other = setting
     await client.streams.create("orders")
-    async with other.streams.consumer("orders", "invoices", group=True) as work:
+    async with other.streams.consumer("orders", "invoices", shared=True) as work:
         for number in range(20):
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.02):
@@ -413,7 +413,7 @@ async def test_a_settle_that_names_what_is_not_there_is_refused(setting: Any) ->
     _, client, _ = setting
     await client.streams.create("orders")
     await client.streams.append("orders", b"x")
-    async with client.streams.consumer("orders", "invoices", group=True) as work:
+    async with client.streams.consumer("orders", "invoices", shared=True) as work:
         await take(work, 1)
         for done in ([Range(0, 2)], [Range(0, 1 << 62)], [Range(0, 1), Range(0, 1)], [Range(1, 0)]):
             call = Settle("invoices", bytes(16), done)
@@ -441,7 +441,7 @@ async def test_messages_that_the_loop_never_saw_do_not_count_as_delivered(settin
     await client.streams.create("orders")
     await client.streams.append_many("orders", [b"%d" % n for n in range(6)])
     for number in range(3):
-        async with other.streams.consumer("orders", "w", group=True, max_deliver=3) as work:
+        async with other.streams.consumer("orders", "w", shared=True, max_deliver=3) as work:
             (message,) = await take(work, 1)
             assert (message.offset, message.deliveries) == (number, 1)
             work.ack(message)
@@ -457,7 +457,7 @@ async def test_messages_that_wait_for_the_loop_do_not_time_out_while_it_makes_pr
     await client.streams.create("orders")
     await client.streams.append_many("orders", [b"%d" % n for n in range(12)])
     seen: Counter[int] = Counter()
-    async with other.streams.consumer("orders", "w", group=True, ack_timeout=1.0) as work:
+    async with other.streams.consumer("orders", "w", shared=True, ack_timeout=1.0) as work:
         for _ in range(12):
             (message,) = await take(work, 1)
             seen[message.offset] += 1
@@ -476,7 +476,7 @@ async def test_a_worker_that_stops_settles_what_it_has_and_gives_the_rest_back(
     await client.streams.create("orders")
     await client.streams.append_many("orders", [b"%d" % n for n in range(4)])
     done = []
-    async with other.streams.consumer("orders", "w", group=True) as work:
+    async with other.streams.consumer("orders", "w", shared=True) as work:
         async for message in work:
             work.stop()
             done.append(message.offset)
@@ -485,7 +485,7 @@ async def test_a_worker_that_stops_settles_what_it_has_and_gives_the_rest_back(
         with pytest.raises(StopAsyncIteration):
             await waiting
     assert done == [0]
-    async with client.streams.consumer("orders", "w", group=True) as work:
+    async with client.streams.consumer("orders", "w", shared=True) as work:
         assert [(m.offset, m.deliveries) for m in await take(work, 3)] == [(1, 1), (2, 1), (3, 1)]
 
 
@@ -496,7 +496,7 @@ async def test_stop_ends_a_worker_that_waits_for_messages(setting: Any) -> None:
     async def work(worker: Consumer) -> int:
         return len([message async for message in worker])
 
-    async with other.streams.consumer("orders", "w", group=True) as worker:
+    async with other.streams.consumer("orders", "w", shared=True) as worker:
         task = asyncio.create_task(work(worker))
         while not await client.streams.consumers("orders"):  # noqa: ASYNC110 - the store has no event for it
             await asyncio.sleep(0.01)

@@ -206,7 +206,7 @@ async def main(data):
         await payloads(client, "s")
         async with (
             client.serve(service), client.serve(deferring), client.subscribe("t") as topic,
-            client.streams.read("s", start="first") as reader, client.streams.consumer("s", "c", group=True) as consumer,
+            client.streams.read("s", start="first") as reader, client.streams.consumer("s", "c", shared=True) as consumer,
         ):
             later = asyncio.create_task(client.request("later", b"x", timeout=30))
             while not kept:

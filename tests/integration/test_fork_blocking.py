@@ -169,7 +169,7 @@ with connected() as client, contextlib.ExitStack() as blocks:
     client.streams.create("s")
     client.streams.append_many("s", [b"1", b"2", b"3"])
     reader = blocks.enter_context(client.streams.read("s", start="first"))
-    consumer = blocks.enter_context(client.streams.consumer("s", "c", group=True))
+    consumer = blocks.enter_context(client.streams.consumer("s", "c", shared=True))
     staging = blocks.enter_context(client.streams.stage("s", writer="w", batch=1))
     mirror = blocks.enter_context(client.streams.mirror("s", "copy"))
     next(reader)

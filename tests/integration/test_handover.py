@@ -103,7 +103,7 @@ async def test_what_is_appended_during_a_handover_waits_and_is_stored_once(setti
     async def consume() -> None:
         while True:
             try:
-                async with client.streams.consumer("orders", "work", group=True) as worker:
+                async with client.streams.consumer("orders", "work", shared=True) as worker:
                     async for message in worker:
                         seen.setdefault(bytes(message.payload), []).append(message.offset)
                         worker.ack(message)

@@ -128,7 +128,7 @@ async def test_killed_handovers_and_stores_lose_nothing_and_store_nothing_twice(
                 while True:
                     try:
                         async with client.streams.consumer(
-                            "orders", "work", group=True, patience=PATIENCE_S
+                            "orders", "work", shared=True, patience=PATIENCE_S
                         ) as worker:
                             async for message in worker:
                                 seen.add(bytes(message.payload))
@@ -199,7 +199,7 @@ async def test_partitions_that_were_handed_over_to_a_bucket_outlive_their_store(
             await client.streams.create("clicks", partitions=2, copy=False)
             for number in range(40):
                 await client.streams.append("clicks", b"%d" % number, key=f"key-{number}")
-            async with client.streams.consumer("clicks", "work", group=True) as worker:
+            async with client.streams.consumer("clicks", "work", shared=True) as worker:
                 for _ in range(10):
                     worker.ack(await anext(worker))
             before = await client.streams.consumers("clicks")

@@ -40,7 +40,7 @@ async def test_a_stream_with_partitions_is_handed_over_while_it_is_used(pair: An
     async def consume() -> None:
         while not stop.is_set() or stored.keys() - seen:
             try:
-                async with client.streams.consumer("clicks", "work", group=True) as worker:
+                async with client.streams.consumer("clicks", "work", shared=True) as worker:
                     async for message in worker:
                         seen.add(bytes(message.payload))
                         worker.ack(message)

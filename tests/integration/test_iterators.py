@@ -301,7 +301,7 @@ async def traced_consumer(cluster: LocalCluster) -> AsyncIterator[Case]:
 async def consumer_of_partitions(cluster: LocalCluster) -> AsyncIterator[Case]:
     async with (
         appended(cluster, 3) as (client, append),
-        client.streams.consumer("log", "worker", group=True) as work,
+        client.streams.consumer("log", "worker", shared=True) as work,
     ):
         yield Case(work, _acked(work, payload), append, ordered=False)
 

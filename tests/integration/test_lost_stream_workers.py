@@ -31,7 +31,7 @@ from adversity.kit import client
 
 async def main(socket, stream, name):
     async with client(socket) as party, party.streams.consumer(
-        stream, name, group=True, ack_timeout=60.0, max_deliver=2
+        stream, name, shared=True, ack_timeout=60.0, max_deliver=2
     ) as work:
         print("waits", flush=True)
         async for message in work:
@@ -90,7 +90,7 @@ async def test_killed_workers_that_waited_are_handed_nothing(where: tuple[Relay,
         await created(party, "orders")
         await party.streams.append("orders", b"first")
         async with party.streams.consumer(
-            "orders", "work", group=True, ack_timeout=60.0, max_deliver=2
+            "orders", "work", shared=True, ack_timeout=60.0, max_deliver=2
         ) as work:
             first = await asyncio.wait_for(anext(work), 20.0)
             work.ack(first)
@@ -116,13 +116,13 @@ async def test_a_worker_that_closes_takes_its_waiting_call_with_it(
     async with client(keeper.config.socket_path) as party:
         await created(party, "orders")
         for number in range(5):
-            async with party.streams.consumer("orders", "work", group=True) as gone:
+            async with party.streams.consumer("orders", "work", shared=True) as gone:
                 waiting = asyncio.create_task(anext(gone))  # type: ignore[arg-type]
                 await eventually(lambda: polls(keeper))
                 waiting.cancel()
             await eventually(lambda: not polls(keeper))
             await party.streams.append("orders", b"%d" % number)
-            async with party.streams.consumer("orders", "work", group=True) as work:
+            async with party.streams.consumer("orders", "work", shared=True) as work:
                 message = await asyncio.wait_for(anext(work), 20.0)
                 assert (message.payload, message.deliveries) == (b"%d" % number, 1)
                 work.ack(message)
@@ -135,7 +135,7 @@ from adversity.kit import client
 
 async def main(socket, stream, name):
     async with client(socket) as party, party.streams.consumer(
-        stream, name, group=True, ack_timeout=0.4, max_deliver=2
+        stream, name, shared=True, ack_timeout=0.4, max_deliver=2
     ) as work:
         await anext(work)
         os._exit(0)
@@ -173,7 +173,7 @@ async def test_a_message_that_ends_every_worker_at_once_is_handed_out_ten_times(
         assert said.splitlines() == [b"%d 0" % turn for turn in range(10)], "it came ten times"
         await party.streams.append("orders", b"good")
         async with party.streams.consumer(
-            "orders", "work", group=True, ack_timeout=0.4, max_deliver=2
+            "orders", "work", shared=True, ack_timeout=0.4, max_deliver=2
         ) as work:
             message = await asyncio.wait_for(anext(work), 20.0)
             assert (message.payload, message.deliveries) == (b"good", 1)
@@ -191,7 +191,7 @@ async def test_a_message_that_ends_every_worker_at_once_is_handed_out_ten_times(
 async def waits_and_gets(party: Any, other: Any, lose: Callable[[], Awaitable[None]]) -> None:
     """A worker that lives gets at once what comes after `lose`, which takes the relay of its waiting call."""
     async with party.streams.consumer(
-        "orders", "work", group=True, ack_timeout=60.0, max_deliver=2
+        "orders", "work", shared=True, ack_timeout=60.0, max_deliver=2
     ) as work:
         for number in range(2):
             waiting = asyncio.create_task(anext(work))  # type: ignore[arg-type]

@@ -152,7 +152,7 @@ async def test_a_pause_of_consumers_loses_nothing(setting: Any) -> None:
     _, client, other = setting
     await client.streams.create("orders", topic="orders.>")
     await client.streams.append("orders", b"0")
-    async with other.streams.consumer("orders", "work", group=True) as work:
+    async with other.streams.consumer("orders", "work", shared=True) as work:
         held = await asyncio.wait_for(anext(work), 15.0)
         info = await client.streams.pause("orders", consumers=True)
         assert (info.paused, info.consumers_paused) == (False, True)

@@ -25,7 +25,7 @@ async def test_workers_share_all_partitions_and_get_the_messages_of_a_key_in_ord
     busy: Counter[bytes] = Counter()
 
     async def work(who: iris.Client, number: int) -> None:
-        async with who.streams.consumer("orders", "billing", group=True, max_messages=2) as worker:
+        async with who.streams.consumer("orders", "billing", shared=True, max_messages=2) as worker:
             async for message in worker:
                 busy[message.key or b""] += 1
                 assert busy[message.key or b""] == 1  # the next of a key waits
@@ -59,7 +59,7 @@ async def test_a_worker_settles_in_the_partition_of_each_message(pair: Any) -> N
     await client.streams.create("orders", partitions=3)
     for number in range(9):
         await client.streams.append("orders", b"%d" % number, partition=number % 3)
-    async with client.streams.consumer("orders", "billing", group=True) as worker:
+    async with client.streams.consumer("orders", "billing", shared=True) as worker:
         messages = [await anext(worker) for _ in range(9)]
         worker.nack(*(m for m in messages if m.offset == 0))
         worker.touch(*messages[:1])
@@ -93,7 +93,7 @@ async def test_messages_that_wait_in_a_worker_do_not_time_out_while_it_works_on_
     await client.streams.create("orders", partitions=2)
     for number in range(8):
         await client.streams.append("orders", b"%d" % number, partition=number % 2)
-    async with client.streams.consumer("orders", "billing", group=True, ack_timeout=0.4) as worker:
+    async with client.streams.consumer("orders", "billing", shared=True, ack_timeout=0.4) as worker:
         seen = []
         async for message in worker:
             seen.append((message.payload, message.deliveries))
@@ -111,14 +111,14 @@ async def test_what_a_worker_has_not_begun_with_goes_to_others_when_it_stops(pai
     await client.streams.create("orders", partitions=2)
     for number in range(6):
         await client.streams.append("orders", b"%d" % number, partition=number % 2)
-    async with client.streams.consumer("orders", "billing", group=True, max_deliver=1) as worker:
+    async with client.streams.consumer("orders", "billing", shared=True, max_deliver=1) as worker:
         first = await anext(worker)
         await asyncio.sleep(0.05)  # the other partition's messages arrive
         worker.stop()
         worker.ack(first)
         with pytest.raises(StopAsyncIteration):
             await anext(worker)
-    async with other.streams.consumer("orders", "billing", group=True, max_deliver=1) as worker:
+    async with other.streams.consumer("orders", "billing", shared=True, max_deliver=1) as worker:
         rest = [await anext(worker) for _ in range(5)]
         assert {message.deliveries for message in rest} == {1}
         assert first.payload not in {message.payload for message in rest}
@@ -131,7 +131,7 @@ async def test_a_worker_goes_on_without_a_store_and_finds_partitions_that_are_ad
     monkeypatch.setattr("iris.streams.interleaving.LAYOUT_S", 0.05)
     monkeypatch.setattr("iris.streams.interleaving.RETRY_S", 0.05)
     name, away = await created(client, second), 1
-    async with client.streams.consumer(name, "billing", group=True, patience=0.3) as worker:
+    async with client.streams.consumer(name, "billing", shared=True, patience=0.3) as worker:
         for partition in (0, 1):
             await client.streams.append(name, b"x", partition=partition)
         worker.ack(*[await anext(worker) for _ in range(2)])
@@ -159,7 +159,7 @@ async def test_a_worker_goes_on_without_a_store_and_finds_partitions_that_are_ad
 async def test_consumers_are_paused_changed_and_deleted_in_every_partition(pair: Any) -> None:
     _, client, other, _ = pair
     await client.streams.create("orders", partitions=3)
-    async with client.streams.consumer("orders", "billing", group=True) as worker:
+    async with client.streams.consumer("orders", "billing", shared=True) as worker:
         waiting = asyncio.ensure_future(anext(worker))
         while not await other.streams.consumers("orders", partition=2):  # noqa: ASYNC110 - it asks
             await asyncio.sleep(0.01)
@@ -188,7 +188,7 @@ async def test_dead_letters_of_all_partitions_are_shown_and_redriven(pair: Any) 
     await client.streams.create("orders", partitions=3)
     for number in range(6):
         await client.streams.append("orders", b"%d" % number, partition=number % 3)
-    options: Any = {"group": True, "max_deliver": 1}
+    options: Any = {"shared": True, "max_deliver": 1}
     async with client.streams.consumer("orders", "billing", **options) as worker:
         messages = [await anext(worker) for _ in range(6)]
         worker.nack(*messages, reason="broken")

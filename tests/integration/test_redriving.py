@@ -37,7 +37,7 @@ async def offsets(client: iris.Client, consumer: str = "invoices") -> list[int]:
 
 async def bury(client: iris.Client, count: int, consumer: str = "invoices") -> None:
     """Make `count` messages dead letters, after one delivery each."""
-    async with client.streams.consumer("orders", consumer, group=True, max_deliver=1) as work:
+    async with client.streams.consumer("orders", consumer, shared=True, max_deliver=1) as work:
         work.nack(*await take(work, count), reason="no such customer")
         await work.flush()
 
@@ -72,7 +72,7 @@ async def test_a_redriven_message_is_delivered_again_and_counted_and_its_letter_
     assert await client.streams.redrive("orders", "invoices", limit=1) == RedriveInfo(1)
     found = await info(client)
     assert (found.redriven, found.lag) == (3, 3)
-    async with client.streams.consumer("orders", "invoices", group=True, max_deliver=1) as work:
+    async with client.streams.consumer("orders", "invoices", shared=True, max_deliver=1) as work:
         got = await take(work, 3)
         assert [(m.offset, m.deliveries) for m in got] == [(0, 1), (1, 1), (4, 1)]
         work.ack(*got)
@@ -86,7 +86,7 @@ async def test_a_redriven_message_is_delivered_again_and_counted_and_its_letter_
 async def test_a_worker_that_waits_gets_what_is_redriven_and_a_failure_is_a_dead_letter_again(
     client: iris.Client,
 ) -> None:
-    async with client.streams.consumer("orders", "invoices", group=True, max_deliver=1) as work:
+    async with client.streams.consumer("orders", "invoices", shared=True, max_deliver=1) as work:
         coming = asyncio.create_task(take(work, 1))
         assert await client.streams.redrive("orders", "invoices", offset=5) == RedriveInfo(1)
         (message,) = await coming
@@ -203,7 +203,7 @@ async def test_a_store_that_dies_while_it_redrives_loses_no_message(
         assert found.lag == (3 if saved else 0)
         assert letters == ([3, 4, 5] if at == "after" else [0, 1, 2, 3, 4, 5])
         assert await client.streams.redrive("orders", "invoices") == RedriveInfo(len(letters))
-        async with other.streams.consumer("orders", "invoices", group=True, max_deliver=1) as work:
+        async with other.streams.consumer("orders", "invoices", shared=True, max_deliver=1) as work:
             got = await take(work, 6)
             assert sorted(message.offset for message in got) == list(range(6))
             work.ack(*got)
@@ -268,7 +268,9 @@ async def test_a_pause_outlives_the_store_and_stays_when_all_consumers_are_resum
         await cluster.start_store()
         found = await info(client)
         assert (found.paused, found.redriven, found.lag) == (True, 1, 1)
-        async with client.streams.consumer("orders", "invoices", group=True, max_deliver=1) as work:
+        async with client.streams.consumer(
+            "orders", "invoices", shared=True, max_deliver=1
+        ) as work:
             coming = asyncio.create_task(take(work, 1))
             await client.streams.resume_consumer("orders", "invoices")
             assert [m.payload for m in await coming] == [b"0"]
@@ -282,7 +284,7 @@ async def test_settings_change_without_a_new_position_and_workers_go_on(setting:
     await client.streams.create("orders")
     await client.streams.append_many("orders", [b"%d" % n for n in range(4)])
     async with other.streams.consumer(
-        "orders", "invoices", group=True, max_deliver=1, max_messages=1
+        "orders", "invoices", shared=True, max_deliver=1, max_messages=1
     ) as work:
         work.ack(*await take(work, 1))
         await work.flush()
@@ -300,11 +302,11 @@ async def test_settings_change_without_a_new_position_and_workers_go_on(setting:
         await work.flush()
     assert await offsets(client) == [1]
     async with other.streams.consumer(
-        "orders", "invoices", group=True, max_deliver=2, ack_timeout=45.0
+        "orders", "invoices", shared=True, max_deliver=2, ack_timeout=45.0
     ) as work:
         assert [m.offset for m in await take(work, 1)] == [3]
     with pytest.raises(StreamError, match="max_deliver 2, not 7"):
-        async with other.streams.consumer("orders", "invoices", group=True, max_deliver=7) as work:
+        async with other.streams.consumer("orders", "invoices", shared=True, max_deliver=7) as work:
             await take(work, 1)
 
 
@@ -315,8 +317,8 @@ async def test_a_changed_ack_timeout_holds_for_what_is_held_and_for_the_worker(
     await client.streams.create("orders")
     await client.streams.append("orders", b"0")
     async with (
-        other.streams.consumer("orders", "invoices", group=True) as first,
-        other.streams.consumer("orders", "invoices", group=True) as second,
+        other.streams.consumer("orders", "invoices", shared=True) as first,
+        other.streams.consumer("orders", "invoices", shared=True) as second,
     ):
         await take(first, 1)
         await client.streams.change_consumer("orders", "invoices", ack_timeout=0.05)

@@ -49,8 +49,8 @@ async def test_a_consumer_of_another_stream_refuses_a_message(
             await client.streams.create(name, partitions=partitions)
             await client.streams.append_many(name, [b"1", b"2"], partition=partitions - 1)
         async with (
-            client.streams.consumer("a", "work", group=True) as of_a,
-            client.streams.consumer("b", "work", group=True) as of_b,
+            client.streams.consumer("a", "work", shared=True) as of_a,
+            client.streams.consumer("b", "work", shared=True) as of_b,
         ):
             first, second = await take(of_a, 2)
             await take(of_b, 2)
@@ -70,8 +70,8 @@ async def test_another_consumer_of_the_stream_refuses_a_message(how: str, tmp_pa
         await client.streams.create("orders")
         await client.streams.append("orders", b"1")
         async with (
-            client.streams.consumer("orders", "invoices", group=True) as invoices,
-            client.streams.consumer("orders", "audit", group=True) as audit,
+            client.streams.consumer("orders", "invoices", shared=True) as invoices,
+            client.streams.consumer("orders", "audit", shared=True) as audit,
         ):
             (message,) = await take(invoices)
             await take(audit)
@@ -92,8 +92,8 @@ async def test_of_several_messages_none_is_settled_if_one_is_of_another_stream(
             for partition in (0, 1):
                 await client.streams.append(name, b"1", partition=partition)
         async with (
-            client.streams.consumer("a", "work", group=True) as of_a,
-            client.streams.consumer("b", "work", group=True) as of_b,
+            client.streams.consumer("a", "work", shared=True) as of_a,
+            client.streams.consumer("b", "work", shared=True) as of_b,
         ):
             others = await take(of_a, 2)
             own = await take(of_b, 2)
@@ -109,12 +109,12 @@ async def test_a_stream_that_was_made_again_does_not_settle_messages_of_the_one_
     async with client_of(tmp_path) as client:
         await client.streams.create("orders")
         await client.streams.append("orders", b"before")
-        async with client.streams.consumer("orders", "work", group=True) as work:
+        async with client.streams.consumer("orders", "work", shared=True) as work:
             (before,) = await take(work)
         await client.streams.delete("orders")
         await client.streams.create("orders")
         await client.streams.append("orders", b"after")
-        async with client.streams.consumer("orders", "work", group=True) as work:
+        async with client.streams.consumer("orders", "work", shared=True) as work:
             await take(work)
             with pytest.raises(ValueError, match=f"log {before.uuid[:8]}"):
                 work.ack(before)
@@ -129,14 +129,14 @@ async def test_a_worker_that_has_received_nothing_settles_what_another_process_g
         for name in ("a", "b"):
             await client.streams.create(name)
             await client.streams.append(name, b"1")
-        async with client.streams.consumer("a", "work", group=True) as work:
+        async with client.streams.consumer("a", "work", shared=True) as work:
             (message,) = await take(work)
             message = pickle.loads(pickle.dumps(message))
-            async with client.streams.consumer("a", "work", group=True) as fresh:
+            async with client.streams.consumer("a", "work", shared=True) as fresh:
                 fresh.ack(message)
                 await fresh.flush()
             assert await lag(client, "a", "work") == 0
-            async with client.streams.consumer("b", "work", group=True) as wrong:
+            async with client.streams.consumer("b", "work", shared=True) as wrong:
                 with pytest.raises(ValueError, match="is of stream 'a'"):
                     wrong.ack(message)
 
@@ -145,7 +145,7 @@ async def test_what_a_reader_read_is_settled_by_a_consumer_of_its_stream(tmp_pat
     async with client_of(tmp_path) as client:
         await client.streams.create("a")
         await client.streams.append("a", b"1")
-        async with client.streams.consumer("a", "work", group=True) as work:
+        async with client.streams.consumer("a", "work", shared=True) as work:
             await take(work)
             async for message in client.streams.read("a", follow=False):
                 assert (message.stream, message.consumer) == ("a", "")
@@ -158,7 +158,7 @@ async def test_a_dead_letter_is_settled_in_its_own_stream(tmp_path: Path) -> Non
     async with client_of(tmp_path) as client:
         await client.streams.create("a")
         await client.streams.append_many("a", [b"1", b"2"])
-        async with client.streams.consumer("a", "work", group=True, max_deliver=1) as work:
+        async with client.streams.consumer("a", "work", shared=True, max_deliver=1) as work:
             failed, done = await take(work, 2)
             work.ack(done)
             work.nack(failed)
@@ -167,7 +167,7 @@ async def test_a_dead_letter_is_settled_in_its_own_stream(tmp_path: Path) -> Non
             assert letter.stream == "a.dead"
             with pytest.raises(ValueError, match=r"is of stream 'a\.dead'"):
                 work.ack(letter)
-        async with client.streams.consumer("a.dead", "clerk", group=True) as clerk:
+        async with client.streams.consumer("a.dead", "clerk", shared=True) as clerk:
             (delivered,) = await take(clerk)
             assert delivered.uuid == letter.uuid
             clerk.ack(delivered)

@@ -59,7 +59,7 @@ async def test_a_stream_is_written_and_read_from_another_host(relays: tuple[Rela
             again = [message async for message in reader]
         assert [m.payload for m in again] == [m.payload for m in found]
         assert sorted(m.payload for m in again[2000:]) == sorted([big, b"published far away"])
-        async with far.streams.consumer("orders", "far", group=True) as work:
+        async with far.streams.consumer("orders", "far", shared=True) as work:
             handled = 0
             while handled < 2002:
                 batch = await work.batch()

@@ -174,7 +174,7 @@ async def take(there: iris.Client, consumer: str, create: bool = True) -> bytes:
     """Return the first message of a consumer of the stream "orders"."""
     async with (
         asyncio.timeout(PATIENCE_S),
-        there.streams.consumer("orders", consumer, group=True, create=create) as work,
+        there.streams.consumer("orders", consumer, shared=True, create=create) as work,
     ):
         return (await anext(aiter(work))).payload
 

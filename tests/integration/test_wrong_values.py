@@ -22,7 +22,7 @@ WRONG: dict[str, Callable[[iris.Client], Awaitable[Any]]] = {
     "ack_timeout must be from 0.001 to 86400 s, not 90000": lambda c: c.streams.change_consumer("log", "w", ack_timeout=90_000),
     "max_deliver must be from 0 to 65535, not 65536": lambda c: first(c.streams.consumer("log", "w", max_deliver=65_536)),
     "max_messages must be from 1 to 1048576, not 2000000": lambda c: first(c.streams.consumer("log", "w", max_messages=2_000_000)),
-    "group must be True or False, not 'yes'": lambda c: first(c.streams.consumer("log", "w", group="yes")),  # type: ignore[arg-type]  # that is the test
+    "shared must be True or False, not 'yes'": lambda c: first(c.streams.consumer("log", "w", shared="yes")),  # type: ignore[arg-type]  # that is the test
     "batch_bytes must be from 1 to 67108864, not 0": lambda c: first(c.streams.read("log", batch_bytes=0)),
     "patience must be at least 0.001 s, not -1": lambda c: first(c.streams.read("log", patience=-1)),
     "start must be from 0 to 9223372036854775807, not -3": lambda c: c.streams.fetch("log", -3),

@@ -33,7 +33,7 @@ async def work(changes: Consumer) -> None:
 async def lifespan(client: iris.Client) -> AsyncIterator[None]:
     await client.streams.create("changes", max_age=7 * 86400)
     async with (
-        client.streams.consumer("changes", "notices", group=True, max_deliver=3) as changes,
+        client.streams.consumer("changes", "notices", shared=True, max_deliver=3) as changes,
         asyncio.TaskGroup() as tasks,
     ):
         tasks.create_task(work(changes))

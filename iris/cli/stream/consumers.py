@@ -95,7 +95,7 @@ def change_consumer(
     """Change the settings of a consumer. It keeps its position, and its workers continue.
 
     Programs that still open the consumer with the old settings work, and get
-    the new ones. `group` and `durable` cannot be changed.
+    the new ones. `shared` and `durable` cannot be changed.
 
     \b
     Examples:
@@ -184,7 +184,7 @@ def _do(call: Callable[[iris.Client], Awaitable[object]], relay: str | None) -> 
 
 
 def _row(consumer: ConsumerInfo) -> tuple[str, ...]:
-    kind = "group" if consumer.group else "single"
+    kind = "shared" if consumer.shared else "single"
     if not consumer.durable:
         kind += ", until it leaves"
     figures = (str(getattr(consumer, column)) for column in COLUMNS[2:])

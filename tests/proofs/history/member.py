@@ -254,7 +254,7 @@ async def worker(member: Member, client: iris.Client) -> None:
     while not member.stopping.is_set():
         try:
             async with client.streams.consumer(
-                STREAM, "workers", group=True, ack_timeout=2.0, max_deliver=3
+                STREAM, "workers", shared=True, ack_timeout=2.0, max_deliver=3
             ) as consumer:
                 while not member.stopping.is_set():
                     try:

@@ -203,7 +203,7 @@ async def clock_steps(rig: Rig, count: int, seed: int, shim: Path) -> Outcome:
     async with rig.client() as client:
         await client.streams.create(STREAM, timeout=PATIENCE_S)
         async with client.streams.consumer(
-            STREAM, CONSUMER, group=True, ack_timeout=lease_s, max_deliver=2
+            STREAM, CONSUMER, shared=True, ack_timeout=lease_s, max_deliver=2
         ) as worker:
 
             async def due(

@@ -34,7 +34,7 @@ def picture() -> str:
         ],
         streams=[
             Stream(name="log", uuid="", host="anna", store="", source="", messages=0, size_bytes=0, lag=12_400, consumers=[
-                Consumer(name="archive", group=True, workers=2, lag=12_400, pending=0, redelivering=0, dead=0, missed=0, late=0)])
+                Consumer(name="archive", shared=True, workers=2, lag=12_400, pending=0, redelivering=0, dead=0, missed=0, late=0)])
         ],
         slow=[
             Slow(kind="member", who=f"{701:032x}.1", name="iris run shop 701", host="cora", where="orders", why=why, since_s=8.0),

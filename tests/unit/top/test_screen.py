@@ -56,7 +56,7 @@ def network(members: int = 5, **changes: Any) -> Network:
         "clusters": [Cluster(name="orders", keyed=True, total=members, members=rows), Cluster(name="secret", keyed=False, total=3)],
         "programs": [Program(relay="a" * 32, host="one", label="web", session=1, pid=7, user="uid 1", held=3)],
         "streams": [Stream(name="log", uuid="u", host="one", store="s", source="topic log.>", messages=10, size_bytes=10_000, lag=4,
-                           dead_letters=2, consumers=[Consumer(name="billing", group=True, workers=1, lag=4, pending=1, redelivering=0, dead=0, missed=0, late=0)])],
+                           dead_letters=2, consumers=[Consumer(name="billing", shared=True, workers=1, lag=4, pending=1, redelivering=0, dead=0, missed=0, late=0)])],
         "drops": [Drop(where="relay one", host="one", cause="slow receiver", rate=0.5, total=9)],
         "slow": [Slow(kind="member", who=f"{'a' * 32}.2", name="slow.py 42", host="host2", where="orders", why=["p99 840 ms, 12 times the median of its cluster (70 ms)"], since_s=4.0)],
         "problems": ["relay /run/x: it does not answer"],

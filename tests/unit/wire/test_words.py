@@ -22,7 +22,7 @@ WORKER = bytes(16)
         (Consume("w", WORKER, 1, 1, ack_timeout_us=1 << 50), "ack_timeout must be at most 86400 s"),
         (Consume("w", WORKER, 1, 1, wait_ms=61_000), "wait must be at most 60 s"),
         (Consume("w", WORKER, 0, 1), "max_bytes must be at least 1"),
-        (Consume("w", WORKER, 1, 1, group="yes"), "group must be true or false, not text"),  # type: ignore[arg-type]  # that is the test
+        (Consume("w", WORKER, 1, 1, shared="yes"), "shared must be true or false, not text"),  # type: ignore[arg-type]  # that is the test
         (Consume("w", bytes(3), 1, 1), "the length of worker must be at least 16"),
         (ChangeConsumer("w", ack_timeout_us=5), "ack_timeout must be at least 0.001 s"),
         (ChangeConsumer("w", max_deliver="9"), "max_deliver must be a whole number or nothing, not text"),  # type: ignore[arg-type]  # that is the test

@@ -130,7 +130,7 @@ class Worker(Host):
     def __init__(self, log: Log, ack_timeout_us: int = 24 * HOUR, max_deliver: int = 0) -> None:
         super().__init__()
         self.log = log
-        settings = Settings(group=True, ack_timeout_us=ack_timeout_us, max_deliver=max_deliver)
+        settings = Settings(shared=True, ack_timeout_us=ack_timeout_us, max_deliver=max_deliver)
         self.consumer = Consumer(log, "c", settings, 0, self.clock.elapsed_us, self.clock)
 
     def look(self) -> None:
@@ -235,7 +235,7 @@ def test_leases_of_a_consumer_that_is_new_after_the_host_slept_end_on_time(log: 
     host = Worker(log, ack_timeout_us=10 * SECOND)
     host.append()
     host.sleep(3600)
-    settings = Settings(group=True, ack_timeout_us=10 * SECOND)
+    settings = Settings(shared=True, ack_timeout_us=10 * SECOND)
     host.consumer = Consumer(log, "new", settings, 0, host.clock.elapsed_us, host.clock)
     assert host.take(ANN) == [0]
     assert host.due_after(11) == pytest.approx(10, abs=0.2)

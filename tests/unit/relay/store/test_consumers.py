@@ -57,7 +57,7 @@ def test_a_consumer_starts_within_the_log_and_has_a_name(log: Log) -> None:
 
 def test_what_was_never_handed_out_cannot_be_acked(log: Log) -> None:
     log.append([entry(count=2, key=1), entry(count=2, key=1), entry()], 1)
-    one = consumer(log, group=True)
+    one = consumer(log, shared=True)
     one.take(ANN, 1, 2, 1)
     for call in (one.ack, one.touch):
         with pytest.raises(ValueError, match="never dispatched"):
@@ -86,7 +86,7 @@ def test_an_ack_through_settles_all_that_was_handed_out_before(log: Log) -> None
 
 def test_an_ack_through_in_a_group_leaves_what_others_hold(log: Log) -> None:
     log.append([entry()] * 4, 1)
-    one = consumer(log, group=True)
+    one = consumer(log, shared=True)
     one.take(ANN, MANY, 2, 1)
     one.take(BOB, MANY, 2, 1)
     assert one.ack_through(BOB, 3, 1) == 2
@@ -95,7 +95,7 @@ def test_an_ack_through_in_a_group_leaves_what_others_hold(log: Log) -> None:
 
 def test_what_is_not_acked_in_time_is_delivered_again_and_counted(log: Log) -> None:
     log.append([entry(count=4)], 1)
-    one = consumer(log, group=True)
+    one = consumer(log, shared=True)
     all_of(one, 1)
     one.ack(ANN, 1, 2, 1)
     assert one.deadline_us == 1 + TIMEOUT
@@ -121,7 +121,7 @@ def test_a_touch_restarts_the_ack_timeout_for_these_messages_only(log: Log) -> N
 
 def test_a_nack_delivers_again_after_its_delay(log: Log) -> None:
     log.append([entry(count=3), entry()], 1)
-    one = consumer(log, group=True)
+    one = consumer(log, shared=True)
     all_of(one)
     assert one.nack(BOB, 0, 4, 0, "not mine", 1) == 0
     assert one.nack(ANN, 0, 1, 5 * SECOND, "later", 1) == 1
@@ -189,7 +189,7 @@ def test_dead_letters_over_the_bound_are_listed_when_others_are_confirmed(log: L
 
 def test_the_messages_of_a_worker_that_was_lost_are_due_at_once(log: Log) -> None:
     log.append([entry()] * 3, 1)
-    one = consumer(log, group=True, max_deliver=2)
+    one = consumer(log, shared=True, max_deliver=2)
     one.take(ANN, MANY, 2, 1)
     one.confirm(ANN)
     one.worker_left(ANN, 1)
@@ -200,7 +200,7 @@ def test_the_messages_of_a_worker_that_was_lost_are_due_at_once(log: Log) -> Non
 
 def test_only_what_a_worker_confirmed_counts_as_delivered(log: Log) -> None:
     log.append([entry(count=2), entry()], 1)
-    one = consumer(log, group=True, max_deliver=2, ack_timeout_us=SECOND)
+    one = consumer(log, shared=True, max_deliver=2, ack_timeout_us=SECOND)
     for turn in range(5):
         assert deliveries_of(one.take(b"worker %d" % turn, MANY, MANY, 1 + turn * SECOND)) == [
             (0, 0b11, 1), (2, 1, 1),
@@ -220,7 +220,7 @@ def test_only_what_a_worker_confirmed_counts_as_delivered(log: Log) -> None:
 
 def test_what_nobody_ever_confirms_is_a_dead_letter_after_ten_workers(log: Log) -> None:
     log.append([entry()], 1)
-    one = consumer(log, group=True, max_deliver=2, ack_timeout_us=SECOND)
+    one = consumer(log, shared=True, max_deliver=2, ack_timeout_us=SECOND)
     for turn in range(10):
         assert not one.dead_letters()
         assert deliveries_of(one.take(ANN, MANY, MANY, 1 + turn * SECOND)) == [(0, 1, 1)]
@@ -236,7 +236,7 @@ def test_without_dead_letters_or_with_a_higher_limit_ten_workers_are_not_enough(
     log: Log, max_deliver: int
 ) -> None:
     log.append([entry()], 1)
-    one = consumer(log, group=True, max_deliver=max_deliver, ack_timeout_us=SECOND)
+    one = consumer(log, shared=True, max_deliver=max_deliver, ack_timeout_us=SECOND)
     for turn in range(11):
         assert deliveries_of(one.take(ANN, MANY, MANY, 1 + turn * SECOND)) == [(0, 1, 1)]
 
@@ -245,7 +245,7 @@ def test_a_delivery_known_not_to_have_arrived_is_not_counted_and_confirmations_s
     log: Log,
 ) -> None:
     log.append([entry()] * 2, 1)
-    one = consumer(log, group=True, max_deliver=2)
+    one = consumer(log, shared=True, max_deliver=2)
     one.take(ANN, MANY, 1, 1)
     one.confirm(ANN)
     for _ in range(30):
@@ -261,7 +261,7 @@ def test_a_delivery_known_not_to_have_arrived_is_not_counted_and_confirmations_s
 
 def test_a_worker_may_ack_what_it_never_confirmed_also_after_a_restart(log: Log) -> None:
     log.append([entry()] * 2, 1)
-    one = consumer(log, group=True, ack_timeout_us=SECOND)
+    one = consumer(log, shared=True, ack_timeout_us=SECOND)
     one.take(ANN, MANY, MANY, 1)
     one.expire(2 * SECOND)
     one.save()
@@ -286,7 +286,7 @@ def test_a_newer_worker_takes_over_and_the_older_is_fenced(log: Log) -> None:
 
 def test_a_dead_letter_does_not_hold_up_its_key(log: Log) -> None:
     log.append([entry(key=1)] * 2, 1)
-    one = consumer(log, group=True, max_deliver=1)
+    one = consumer(log, shared=True, max_deliver=1)
     all_of(one)
     one.nack(ANN, 0, 1, SECOND, "no", 1)
     assert firsts(all_of(one)) == [1]
@@ -294,7 +294,7 @@ def test_a_dead_letter_does_not_hold_up_its_key(log: Log) -> None:
 
 def test_the_delay_of_a_message_that_was_acked_meanwhile_ends_without_effect(log: Log) -> None:
     log.append([entry(count=2, key=1)], 1)
-    one = consumer(log, group=True, max_deliver=2)
+    one = consumer(log, shared=True, max_deliver=2)
     all_of(one)
     one.nack(ANN, 0, 1, SECOND, "", 1)
     one.ack(ANN, 0, 1, 1)
@@ -317,7 +317,7 @@ def test_an_ack_through_spares_deferred_records_below_it(log: Log) -> None:
 
 def test_a_loaded_consumer_delivers_again_what_was_handed_out(log: Log) -> None:
     log.append([entry(count=4), entry(), entry(key=1), entry(key=1), entry()], 1)
-    one = consumer(log, group=True)
+    one = consumer(log, shared=True)
     one.take(ANN, MANY, 6, 1)
     one.confirm(ANN)
     one.ack(ANN, 1, 2, 1)
@@ -384,7 +384,7 @@ def test_a_damaged_cursor_is_reported(log: Log) -> None:
 
 def buried(log: Log, count: int, **fields: object) -> Consumer:
     """A group whose first `count` records became dead letters after one delivery."""
-    one = consumer(log, group=True, max_deliver=1, **fields)
+    one = consumer(log, shared=True, max_deliver=1, **fields)
     all_of(one)
     for first in range(count):
         one.nack(ANN, first, first + 1, 0, "no", 1)
@@ -413,7 +413,7 @@ def test_a_redriven_message_is_new_again_also_after_a_crash(log: Log) -> None:
 
 def test_one_message_of_a_record_is_redriven_alone(log: Log) -> None:
     log.append([entry(count=3)], 1)
-    one = consumer(log, group=True, max_deliver=1)
+    one = consumer(log, shared=True, max_deliver=1)
     all_of(one)
     one.nack(ANN, 1, 2, 0, "no", 1)
     one.forget_dead(1)

@@ -36,7 +36,11 @@ class Machine(RuleBasedStateMachine):
         self.folder = tempfile.mkdtemp()
         self.log = Log.create(f"{self.folder}/log", uuid=bytes(16), definition=b"", created_us=0)
         self.settings = Settings(
-            group=True, max_deliver=3, max_pending=12, max_pending_per_worker=8, ack_timeout_us=1000
+            shared=True,
+            max_deliver=3,
+            max_pending=12,
+            max_pending_per_worker=8,
+            ack_timeout_us=1000,
         )
         self.consumer = Consumer(self.log, "c", self.settings, 0, 1)
         self.now_us = 1

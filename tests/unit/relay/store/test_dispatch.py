@@ -70,7 +70,7 @@ def test_a_take_stays_within_its_limits_but_for_the_bytes_of_the_first_record(lo
 
 def test_a_record_is_cut_at_what_a_worker_asked_for_and_others_get_the_rest(log: Log) -> None:
     log.append([entry(count=1000), entry(count=3)], 1)
-    one = consumer(log, group=True)
+    one = consumer(log, shared=True)
     handed: dict[bytes, int] = {}
     for turn in range(99):
         worker = (ANN, BOB, b"cid")[turn % 3]
@@ -90,7 +90,7 @@ def test_a_record_is_cut_at_what_a_worker_asked_for_and_others_get_the_rest(log:
 
 def test_what_failed_of_a_cut_record_comes_before_what_is_left_of_it(log: Log) -> None:
     log.append([entry(count=9)], 1)
-    one = consumer(log, group=True)
+    one = consumer(log, shared=True)
     assert deliveries_of(one.take(ANN, MANY, 3, 1)) == [(0, 0b111, 1)]
     with pytest.raises(ValueError, match="never dispatched"):
         one.ack(ANN, 0, 9, 1)
@@ -106,7 +106,7 @@ def test_a_cut_record_of_a_key_goes_to_one_worker_at_a_time_and_in_order(
     log: Log, saved: bool
 ) -> None:
     log.append([entry(key=1, count=5), entry(key=1), entry()], 1)
-    one = consumer(log, group=True)
+    one = consumer(log, shared=True)
     order = []
     assert deliveries_of(one.take(ANN, MANY, 2, 1)) == [(0, 0b11, 1)]
     assert deliveries_of(one.take(BOB, MANY, 2, 1)) == [(6, 1, 1)], "the key is taken"
@@ -127,7 +127,7 @@ def test_a_cut_record_of_a_key_goes_to_one_worker_at_a_time_and_in_order(
 
 def test_records_of_a_key_go_out_one_after_the_other_and_a_failed_one_first(log: Log) -> None:
     log.append([entry(key=1), entry(key=2), entry(key=1), entry(), entry(key=1)], 1)
-    one = consumer(log, group=True)
+    one = consumer(log, shared=True)
     assert firsts(all_of(one)) == [0, 1, 3]
     assert all_of(one, 1, BOB).items == []
     one.nack(ANN, 0, 1, SECOND, "", 1)
@@ -141,7 +141,7 @@ def test_records_of_a_key_go_out_one_after_the_other_and_a_failed_one_first(log:
 
 def test_a_keyed_record_comes_again_when_all_that_failed_of_it_is_due(log: Log) -> None:
     log.append([entry(count=3, key=1)], 1)
-    one = consumer(log, group=True)
+    one = consumer(log, shared=True)
     all_of(one)
     one.nack(ANN, 0, 1, SECOND, "", 1)
     one.nack(ANN, 1, 2, 0, "", 1)
@@ -160,7 +160,7 @@ def test_reading_stops_when_too_many_records_wait_behind_a_key(
 ) -> None:
     monkeypatch.setattr(dispatch, "MAX_BLOCKED", 2)
     log.append([entry(key=1)] * 5 + [entry()], 1)
-    one = consumer(log, group=True)
+    one = consumer(log, shared=True)
     assert firsts(all_of(one)) == [0]
     assert one.info().position == 3
     one.ack(ANN, 0, 1, 1)
@@ -174,7 +174,7 @@ def test_reading_stops_when_too_many_records_wait_behind_a_key(
 
 def test_new_messages_wait_at_max_pending_and_redeliveries_do_not(log: Log) -> None:
     log.append([entry(count=10), entry(count=3), entry()], 1)
-    one = consumer(log, group=True, max_pending=4)
+    one = consumer(log, shared=True, max_pending=4)
     assert firsts(all_of(one)) == [0]  # alone a record always goes
     one.ack(ANN, 0, 8, 1)
     assert all_of(one).items == []
@@ -187,7 +187,7 @@ def test_new_messages_wait_at_max_pending_and_redeliveries_do_not(log: Log) -> N
 
 def test_a_new_record_behind_its_key_does_not_hold_up_redeliveries_at_max_pending(log: Log) -> None:
     log.append([entry(key=1), entry(key=1, count=2), entry(), entry()], 1)
-    one = consumer(log, group=True, max_pending=3)
+    one = consumer(log, shared=True, max_pending=3)
     assert firsts(all_of(one)) == [0, 3, 4]
     one.ack(ANN, 0, 1, 1)
     one.nack(ANN, 3, 5, 0, "", 1)
@@ -198,7 +198,7 @@ def test_a_new_record_behind_its_key_does_not_hold_up_redeliveries_at_max_pendin
 
 def test_a_worker_gets_no_more_than_it_may_hold(log: Log) -> None:
     log.append([entry()] * 5, 1)
-    one = consumer(log, group=True, max_pending_per_worker=2)
+    one = consumer(log, shared=True, max_pending_per_worker=2)
     assert firsts(all_of(one)) == [0, 1]
     assert firsts(all_of(one)) == []
     assert firsts(all_of(one, 1, BOB)) == [2, 3]

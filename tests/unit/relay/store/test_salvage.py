@@ -62,7 +62,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         fill(log, rng, range(150))
         log.enforce(Limits(max_messages=log.messages - 30), 300)
         log.compact(400)
-        consumer = Consumer(log, "billing", Settings(group=True), log.oldest, 500, Clock())
+        consumer = Consumer(log, "billing", Settings(shared=True), log.oldest, 500, Clock())
         consumer.take(b"w" * 16, 20_000, 100, 500)
         consumer.save()
         log.staging.stage("etl", 1, b"a" * 16, [(0, entry(rng, 0))], 500)

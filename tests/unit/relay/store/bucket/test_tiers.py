@@ -556,7 +556,7 @@ def test_dead_letters_of_old_messages_are_redriven_all_at_once_when_all_are_here
         log = store.log
         assert log is not None
         store.land()
-        consumer = Consumer(log, "c", Settings(group=True, max_deliver=1), 0, 1)
+        consumer = Consumer(log, "c", Settings(shared=True, max_deliver=1), 0, 1)
         buried = [5, 600, 1200, 1800]
         while taken := consumer.take(b"w" * 16, 1 << 20, 1000, 1).items:
             for item in taken:
@@ -604,7 +604,7 @@ def test_what_a_worker_settles_of_old_deferred_messages_waits_for_no_object(tmp_
         for number in range(1500):
             log.append([entry(number, due_us=5 if number == 700 else 0)], 1)
         store.land()
-        consumer = Consumer(log, "c", Settings(group=True), 0, 1)
+        consumer = Consumer(log, "c", Settings(shared=True), 0, 1)
         consumer.expire(1)
         taken = consumer.take(b"w" * 16, 4000, 2, 10).items
         assert 0 < len(taken) < 700
