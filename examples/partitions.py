@@ -14,7 +14,7 @@ CLICKS = 3 * len(USERS)
 
 async def work(client: iris.Client, done: dict[str, list[int]], finished: asyncio.Event) -> None:
     """Count the clicks of each user, which arrive in order, whichever worker gets them."""
-    async with client.streams.consumer("clicks", "counter", shared=True, max_messages=1) as worker:
+    async with client.streams.consumer("clicks", "counter", shared=True, prefetch=1) as worker:
         async for message in worker:
             user = (message.key or b"").decode()
             done.setdefault(user, []).append(message.decode(int))

@@ -18,7 +18,7 @@ async def main() -> None:
         for number in range(3):
             await client.streams.append("jobs", b"job %d" % number)
         async with client.streams.consumer(
-            "jobs", "workers", shared=True, max_messages=10, max_deliver=5
+            "jobs", "workers", shared=True, prefetch=10, max_deliver=5
         ) as work:
             async for job in work:
                 print("done:", job.payload.decode())

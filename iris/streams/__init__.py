@@ -362,7 +362,7 @@ class Streams(Management):
 
     def consumer(
         self, name: str, consumer: str, start: Start = "first", *, shared: bool = False, durable: bool = True, ack_timeout: float = 30.0,
-        max_deliver: int = 0, max_messages: int = BATCH_MESSAGES, create: bool = True, partition: int | None = None, uuid: str = "",
+        max_deliver: int = 0, prefetch: int = BATCH_MESSAGES, create: bool = True, partition: int | None = None, uuid: str = "",
         patience: float = PATIENCE_S, on_gap: Callable[[StreamGap], object] | None = None,
     ) -> Consumer:  # fmt: skip
         """Return a worker of a consumer, whose position in the stream the store keeps; see `Consumer`.
@@ -381,7 +381,7 @@ class Streams(Management):
             check_whole("partition", partition, 0)
         return self._make_consumer(
             self._stores, name, consumer, start, shared=shared, durable=durable, ack_timeout=ack_timeout, max_deliver=max_deliver,
-            max_messages=max_messages, create=create, uuid=uuid, patience=patience, on_gap=on_gap, partition=partition,
+            prefetch=prefetch, create=create, uuid=uuid, patience=patience, on_gap=on_gap, partition=partition,
         )  # fmt: skip
 
     # -- copies ----------------------------------------------------------------------------------------------

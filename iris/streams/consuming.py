@@ -43,7 +43,7 @@ class Consumer(OneProcess, AsyncOnly):
     `flush` waits until the store has them. Messages that this keyring cannot open are reported to `on_gap` and
     delivered again, to a worker that may have the key, up to `max_deliver` times.
 
-    The workers of a stream with several partitions share all of them, each with the order of its keys. `max_messages`
+    The workers of a stream with several partitions share all of them, each with the order of its keys. `prefetch`
     counts for each partition. While the store of one is away, a worker goes on with the others; `missing` says why.
 
     Several tasks may take messages of one worker: each message goes to one of them.
@@ -53,12 +53,12 @@ class Consumer(OneProcess, AsyncOnly):
 
     def __init__(
         self, stores: Stores, stream: str, name: str, start: Start, *, shared: bool, durable: bool, ack_timeout: float,
-        max_deliver: int, max_messages: int, create: bool, uuid: str, patience: float, on_gap: Callable[[StreamGap], object] | None,
+        max_deliver: int, prefetch: int, create: bool, uuid: str, patience: float, on_gap: Callable[[StreamGap], object] | None,
         partition: int | None = None,
     ) -> None:  # fmt: skip
         """With `partition` it works on one partition, otherwise on all."""
         check_consumer(ack_timeout, max_deliver)
-        check_whole("max_messages", max_messages, 1, MAX_CONSUMED)
+        check_whole("prefetch", prefetch, 1, MAX_CONSUMED)
         for option, flag in (("shared", shared), ("durable", durable), ("create", create)):
             check_flag(option, flag)
         self.stream = stream
@@ -69,7 +69,7 @@ class Consumer(OneProcess, AsyncOnly):
         self._uuid = uuid
         self._partition = partition
         self._settings = Settings(
-            name, shared, durable, round(ack_timeout * 1e6), max_deliver, max_messages, create, patience
+            name, shared, durable, round(ack_timeout * 1e6), max_deliver, prefetch, create, patience
         )  # fmt: skip
         check_callback("on_gap", on_gap)
         self._on_gap = on_gap

@@ -42,7 +42,7 @@ class Settings(Struct, frozen=True):
     durable: bool
     ack_timeout_us: int
     max_deliver: int
-    max_messages: int
+    prefetch: int
     create: bool
     """Whether the consumer is created if it does not exist."""
     patience: float
@@ -180,7 +180,7 @@ class Worker:
         self._cancel_confirm()  # the call below confirms the last delivery
         await self._wait_settled()
         call = Consume(
-            settings.name, self._id, BATCH_BYTES, settings.max_messages, WAIT_MS, self._offset, settings.shared, settings.durable,
+            settings.name, self._id, BATCH_BYTES, settings.prefetch, WAIT_MS, self._offset, settings.shared, settings.durable,
             settings.ack_timeout_us, settings.max_deliver, self._lost_answer, settings.create,
         )  # fmt: skip
         # Until the answer has arrived and is opened, assume that it was lost.

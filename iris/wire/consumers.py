@@ -38,7 +38,7 @@ class Consume(Struct, frozen=True, tag_field="op", tag="consume"):
     consumer: Name
     worker: Id16
     max_bytes: Annotated[int, Meta(ge=1, le=64 << 20)]
-    max_messages: Annotated[int, Meta(ge=1, le=MAX_CONSUMED)]
+    prefetch: Annotated[int, Meta(ge=1, le=MAX_CONSUMED)]
     wait_ms: Annotated[int, Meta(ge=0, le=60_000)] = 0
     start: Offset = 0
     shared: bool = False

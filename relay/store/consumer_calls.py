@@ -414,7 +414,7 @@ class ConsumerCalls:
             return last
         limit = min(call.max_bytes, incoming.session.message_limit)
         try:
-            taken = consumer.take(call.worker, limit, call.max_messages, now_us)
+            taken = consumer.take(call.worker, limit, call.prefetch, now_us)
         except LogDamaged as err:
             incoming.refuse("damaged", str(err))
             return True

@@ -69,9 +69,7 @@ def test_workers_in_threads_share_a_consumer_and_settle_each_message(
                 if len(done) >= 200:
                     finished.set()
 
-    workers = [
-        client.streams.consumer("work", "team", shared=True, max_messages=10) for _ in range(2)
-    ]
+    workers = [client.streams.consumer("work", "team", shared=True, prefetch=10) for _ in range(2)]
     threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in workers]
     for thread in threads:
         thread.start()

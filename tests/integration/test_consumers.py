@@ -62,9 +62,7 @@ async def test_the_workers_of_a_group_share_each_message_once(setting: Any) -> N
     by_worker: Counter[int] = Counter()
 
     async def worker(number: int) -> None:
-        async with other.streams.consumer(
-            "orders", "invoices", shared=True, max_messages=10
-        ) as work:
+        async with other.streams.consumer("orders", "invoices", shared=True, prefetch=10) as work:
             async for message in work:
                 done[int(message.payload)] += 1
                 by_worker[number] += 1
@@ -116,9 +114,7 @@ async def test_a_bundle_is_shared_as_the_workers_asked_for_it(setting: Any) -> N
     by_worker: list[list[int]] = [[], [], []]
 
     async def worker(mine: list[int]) -> None:
-        async with other.streams.consumer(
-            "orders", "invoices", shared=True, max_messages=10
-        ) as work:
+        async with other.streams.consumer("orders", "invoices", shared=True, prefetch=10) as work:
             async for batch in work.batches():
                 assert 0 < len(batch) <= 10
                 mine += [int(message.payload) for message in batch]
@@ -229,8 +225,8 @@ async def test_messages_of_one_key_go_one_after_the_other(setting: Any) -> None:
     for number in range(12):
         await client.streams.append("orders", b"%d" % number, key=f"customer {number % 2}")
     async with (
-        other.streams.consumer("orders", "invoices", shared=True, max_messages=1) as one,
-        client.streams.consumer("orders", "invoices", shared=True, max_messages=1) as two,
+        other.streams.consumer("orders", "invoices", shared=True, prefetch=1) as one,
+        client.streams.consumer("orders", "invoices", shared=True, prefetch=1) as two,
     ):
         seen: dict[int, list[int]] = {0: [], 1: []}
         for _ in range(6):
@@ -310,9 +306,7 @@ async def test_a_consumer_outlives_the_store(tmp_path: Path, how: str) -> None:
         await client.streams.create("orders")
         await client.streams.append_many("orders", [b"%d" % n for n in range(100)])
         done: Counter[int] = Counter()
-        async with other.streams.consumer(
-            "orders", "invoices", shared=True, max_messages=10
-        ) as work:
+        async with other.streams.consumer("orders", "invoices", shared=True, prefetch=10) as work:
             for message in await take(work, 60):
                 work.ack(message)
                 done[int(message.payload)] += 1
@@ -393,7 +387,7 @@ async def test_a_backlog_of_small_records_is_handed_out_in_frames_that_fit(
             for n in range(count)
         )
     )
-    async with other.streams.consumer("orders", "invoices", max_messages=5000) as work:
+    async with other.streams.consumer("orders", "invoices", prefetch=5000) as work:
         found = await take(work, count)
         work.ack(*found)
         await work.flush()

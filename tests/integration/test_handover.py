@@ -28,9 +28,7 @@ async def test_a_copy_takes_the_place_of_its_stream_with_everything_that_this_ha
     for number in range(20):
         at = await client.streams.append("orders", b"%d" % number, key="k", message_id=b"%d" % number)  # fmt: skip
         assert at == number
-    async with client.streams.consumer(
-        "orders", "billing", max_deliver=2, max_messages=1
-    ) as worker:
+    async with client.streams.consumer("orders", "billing", max_deliver=2, prefetch=1) as worker:
         for _ in range(2):
             worker.nack(await anext(worker), reason="broken")
             await worker.flush()

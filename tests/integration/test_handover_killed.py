@@ -47,7 +47,7 @@ async def test_a_handover_that_ends_at_any_call_is_made_again(
     await client.streams.create("orders", dedup_window=3600)
     for number in range(5):
         await client.streams.append("orders", b"%d" % number, message_id=b"%d" % number)
-    async with client.streams.consumer("orders", "work", max_deliver=1, max_messages=1) as worker:
+    async with client.streams.consumer("orders", "work", max_deliver=1, prefetch=1) as worker:
         worker.nack(await anext(worker), reason="broken")
         await worker.flush()
         worker.ack(await anext(worker))

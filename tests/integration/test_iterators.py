@@ -283,7 +283,7 @@ async def batches_of_a_reader(cluster: LocalCluster) -> AsyncIterator[Case]:
 async def consumer(cluster: LocalCluster) -> AsyncIterator[Case]:
     async with (
         appended(cluster) as (client, append),
-        client.streams.consumer("log", "worker", max_messages=3) as work,
+        client.streams.consumer("log", "worker", prefetch=3) as work,
     ):
         yield Case(work, _acked(work, payload), append)
 
@@ -292,7 +292,7 @@ async def consumer(cluster: LocalCluster) -> AsyncIterator[Case]:
 async def traced_consumer(cluster: LocalCluster) -> AsyncIterator[Case]:
     async with (
         appended(cluster, traced=True) as (client, append),
-        client.streams.consumer("log", "worker", max_messages=3) as work,
+        client.streams.consumer("log", "worker", prefetch=3) as work,
     ):
         yield Case(work, _acked(work, payload), append)
 

@@ -25,7 +25,7 @@ async def test_workers_share_all_partitions_and_get_the_messages_of_a_key_in_ord
     busy: Counter[bytes] = Counter()
 
     async def work(who: iris.Client, number: int) -> None:
-        async with who.streams.consumer("orders", "billing", shared=True, max_messages=2) as worker:
+        async with who.streams.consumer("orders", "billing", shared=True, prefetch=2) as worker:
             async for message in worker:
                 busy[message.key or b""] += 1
                 assert busy[message.key or b""] == 1  # the next of a key waits

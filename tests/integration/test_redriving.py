@@ -234,7 +234,7 @@ async def test_a_paused_consumer_gets_nothing_loses_nothing_and_others_go_on(set
     await client.streams.create("orders")
     await client.streams.append_many("orders", [b"0", b"1"])
     async with (
-        other.streams.consumer("orders", "invoices", max_messages=1) as work,
+        other.streams.consumer("orders", "invoices", prefetch=1) as work,
         other.streams.consumer("orders", "audit") as audit,
     ):
         (held,) = await take(work, 1)
@@ -284,7 +284,7 @@ async def test_settings_change_without_a_new_position_and_workers_go_on(setting:
     await client.streams.create("orders")
     await client.streams.append_many("orders", [b"%d" % n for n in range(4)])
     async with other.streams.consumer(
-        "orders", "invoices", shared=True, max_deliver=1, max_messages=1
+        "orders", "invoices", shared=True, max_deliver=1, prefetch=1
     ) as work:
         work.ack(*await take(work, 1))
         await work.flush()

@@ -145,6 +145,6 @@ async def test_limits_of_streams_of_the_wrong_type_are_refused_by_name() -> None
         for setting in ("max_bytes", "max_messages", "max_age", "dedup_window"):
             with pytest.raises(iris.ConfigError, match=f"^{setting} must be "):
                 await client.streams.create("s", **{setting: "a"})  # type: ignore[arg-type]  # the mistake under test
-        for setting in ("ack_timeout", "max_deliver", "max_messages"):
+        for setting in ("ack_timeout", "max_deliver", "prefetch"):
             with pytest.raises(iris.ConfigError, match=f"^{setting} must be "):
                 client.streams.consumer("s", "c", **{setting: "a"})  # type: ignore[arg-type]  # as above

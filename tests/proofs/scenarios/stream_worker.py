@@ -22,7 +22,7 @@ MAX_DELIVER = 3
 async def work(socket: str, file: str) -> None:
     """Handle messages until the process is ended."""
     handled = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    settings = {"shared": True, "ack_timeout": 1.0, "max_deliver": MAX_DELIVER, "max_messages": 20}
+    settings = {"shared": True, "ack_timeout": 1.0, "max_deliver": MAX_DELIVER, "prefetch": 20}
     async with (
         iris.connect(socket, keyring=iris.Keyring.single(KEY)) as client,
         client.streams.consumer(STREAM, CONSUMER, **settings) as worker,

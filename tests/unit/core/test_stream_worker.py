@@ -75,7 +75,7 @@ async def test_messages_handed_out_again_after_a_lost_answer_are_given_once() ->
     lost = RequestTimeout("orders", "the store did not answer in time")
     stores: Any = Stores(delivered(0, 1), lost, delivered(0, 1, 2, 3))
     worker = Consumer(
-        stores, "orders", "billing", "first", shared=True, durable=True, ack_timeout=30.0, max_deliver=5, max_messages=10,
+        stores, "orders", "billing", "first", shared=True, durable=True, ack_timeout=30.0, max_deliver=5, prefetch=10,
         create=True, uuid="", patience=5.0, on_gap=None,
     )  # fmt: skip
     assert [message.payload for message in await worker.batch()] == [b"0", b"1"]
