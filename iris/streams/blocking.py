@@ -201,6 +201,10 @@ class Consumer(_Messages[asynchronous.Consumer]):
     Several threads may take messages of one worker: each message goes to one of them. Any thread may settle a message.
     """
 
+    def __init__(self, original: asynchronous.Consumer, run: Runner) -> None:
+        super().__init__(original, run)
+        original._settler.bind(self)  # `message.ack()` is for any thread, as `work.ack(message)`
+
     ack = _calling(asynchronous.Consumer.ack)
     ack_through = _calling(asynchronous.Consumer.ack_through)
     nack = _calling(asynchronous.Consumer.nack)

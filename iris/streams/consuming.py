@@ -17,7 +17,7 @@ from iris.one_process import OneProcess
 from iris.streams.interleaving import Interleaved
 from iris.streams.partitions import Layout, find_layout, layout_of
 from iris.streams.reading import CLOSED, LOOK_S, MAX_GAPS, Batches, Start, check_alive, check_start
-from iris.streams.records import StreamGap, StreamMessage
+from iris.streams.records import Settler, StreamGap, StreamMessage
 from iris.streams.stores import Stores
 from iris.streams.worker import Settings, Worker
 from iris.wire.consumers import ACK_TIMEOUT_US, MAX_CONSUMED, MAX_DELIVER
@@ -38,10 +38,11 @@ class Consumer(OneProcess, AsyncOnly):
     """One worker of a consumer: `async with client.streams.consumer("orders", "invoices", shared=True) as work`.
 
     Iterate over the messages, and `ack` each one when its work is done. `nack` has it delivered again after a
-    delay; `touch` asks for more time. A message not settled within `ack_timeout` is delivered again, to this or
-    another worker: delivery is at least once. These calls are batched and sent at the end of the event-loop turn;
-    `flush` waits until the store has them. Messages that this keyring cannot open are reported to `on_gap` and
-    delivered again, to a worker that may have the key, up to `max_deliver` times.
+    delay; `touch` asks for more time. `message.ack()` does what `work.ack(message)` does, and so do the other two. A
+    message not settled within `ack_timeout` is delivered again, to this or another worker: delivery is at least once.
+    These calls are batched and sent at the end of the event-loop turn; `flush` waits until the store has them. Messages
+    that this keyring cannot open are reported to `on_gap` and delivered again, to a worker that may have the key, up to
+    `max_deliver` times.
 
     The workers of a stream with several partitions share all of them, each with the order of its keys. `prefetch`
     counts for each partition. While the store of one is away, a worker goes on with the others; `missing` says why.
@@ -74,8 +75,10 @@ class Consumer(OneProcess, AsyncOnly):
         check_callback("on_gap", on_gap)
         self._on_gap = on_gap
         self._ready: deque[StreamMessage] = deque()
+        self._settler = Settler()
+        self._settler.bind(self)
         self._worker: Worker | None = Worker(
-            stores, self._settings, stream, uuid, start, self._report
+            stores, self._settings, stream, uuid, start, self._report, self._settler
         )
         """The worker of the one log; None if the stream has several partitions."""
         self._workers = {0: self._worker}
@@ -215,7 +218,9 @@ class Consumer(OneProcess, AsyncOnly):
 
     def _add(self, layout: Layout, number: int, start: Start) -> Worker:
         name, uuid = layout.log(number)
-        worker = Worker(self._stores, self._settings, name, uuid, start, self._report, number)
+        worker = Worker(
+            self._stores, self._settings, name, uuid, start, self._report, self._settler, number
+        )
         self._workers[number] = worker
         return worker
 

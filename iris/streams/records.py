@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Final, NoReturn, Protocol
 
 import msgspec
 
@@ -35,10 +36,37 @@ _OpenerKey = tuple[int, str, bytes, bytes]
 """(kind, name, key id, sender id) of a record."""
 
 
+class Settling(Protocol):
+    """A worker of a consumer, as a message sees it: it may be of a client with or without an event loop."""
+
+    def ack(self, *messages: StreamMessage) -> None: ...
+    def nack(self, *messages: StreamMessage, delay: float = 0.0, reason: str = "") -> None: ...
+    def touch(self, *messages: StreamMessage) -> None: ...
+
+
+class Settler(msgspec.Struct, dict=True):
+    """Leads from a message to the worker that received it. All messages of a worker share one.
+
+    It is not part of the message's value: two are always equal, and one that was pickled leads nowhere.
+    """
+
+    def bind(self, worker: Settling) -> None:
+        """Lead to `worker`. The reference is weak, because messages are not seen by the garbage collector."""
+        self.__dict__["worker"] = weakref.ref(worker)
+
+    def worker(self) -> Settling | None:
+        """Return the worker; None for a copy, or if the worker is gone."""
+        found = self.__dict__.get("worker")
+        return None if found is None else found()
+
+
 class StreamMessage(Message, gc=False):
     """A message of a stream. `name` is the topic, cluster or stream it was sent to; times are µs since 1970.
 
     `deliveries` counts its deliveries to workers of a consumer. `dead` is set for a dead letter and says why it is one.
+
+    `ack`, `nack` and `touch` settle a message that a consumer delivered, as those of `Consumer` do. They raise
+    ValueError for a message that was read without a consumer or was pickled, and what those of `Consumer` raise.
     """
 
     offset: int = 0
@@ -58,6 +86,39 @@ class StreamMessage(Message, gc=False):
     """Identity of the log that `offset` counts in, in hex; see `StreamInfo.uuid`."""
     consumer: str = ""
     """Name of the consumer that delivered it; empty for a reader."""
+    settler: Settler | None = None
+    """Leads to the worker that received it; None for a reader."""
+
+    def ack(self) -> None:
+        """Acknowledge it: it is done and is not delivered again."""
+        self._worker().ack(self)
+
+    def nack(self, delay: float = 0.0, reason: str = "") -> None:
+        """Report that it failed: it is delivered again after `delay` seconds. A dead letter keeps `reason`."""
+        self._worker().nack(self, delay=delay, reason=reason)
+
+    def touch(self) -> None:
+        """Restart its ack timeout, because work on it continues."""
+        self._worker().touch(self)
+
+    def _worker(self) -> Settling:
+        worker = None if self.settler is None else self.settler.worker()
+        if worker is None:
+            self._raise_unbound()
+        return worker
+
+    def _raise_unbound(self) -> NoReturn:
+        """Raise ValueError that says why the message leads to no worker, and what to do."""
+        what = f"message {self.offset} of stream {self.stream or self.name!r}"
+        if not self.consumer:
+            raise ValueError(
+                f"{what} was not delivered by a consumer, so it cannot be settled; settle messages of "
+                "`client.streams.consumer(...)`"
+            )
+        raise ValueError(
+            f"{what} does not lead to its worker of consumer {self.consumer!r}, because the message was pickled or copied, "
+            "or the worker no longer exists; use the `ack`, `nack` and `touch` of a worker of that consumer"
+        )
 
 
 class StreamGap(msgspec.Struct, frozen=True):

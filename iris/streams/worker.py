@@ -15,7 +15,7 @@ from msgspec import Struct, structs
 from iris.errors import Closed, IrisError, RequestError, StreamError, StreamUnavailable
 from iris.forks import FORKED
 from iris.streams.reading import CLOSED, Start, offset_in, resolve_dead, start_of
-from iris.streams.records import RecordOpener, StreamGap, StreamMessage, to_gap
+from iris.streams.records import RecordOpener, Settler, StreamGap, StreamMessage, to_gap
 from iris.streams.stores import Stores
 from iris.streams.verified import VerifiedStream
 from iris.wire.consumers import Consume, Delivered, Handed, Range, Settle
@@ -54,9 +54,9 @@ class Worker:
 
     def __init__(
         self, stores: Stores, settings: Settings, stream: str, uuid: str, start: Start, report: Callable[[StreamGap], object],
-        number: int = 0,
+        settler: Settler, number: int = 0,
     ) -> None:  # fmt: skip
-        """`number` is that of the partition which is the log `stream`."""
+        """`settler` leads from messages to their consumer. `number` is the partition whose log is `stream`."""
         self.stream = stream
         self.lag = 0
         """Messages not settled yet, as of the last delivery."""
@@ -70,6 +70,7 @@ class Worker:
         self._start = start
         self._number = number
         self._report_gap = report
+        self._settler = settler
         self._id = os.urandom(16)
         self._opener = RecordOpener(stores.runtime.find_key)
         stores.openers.add(self._opener)
@@ -261,6 +262,7 @@ class Worker:
         for message in messages:
             message.partition = self._number
             message.consumer = self._settings.name
+            message.settler = self._settler
             if message.dead is not None:
                 await resolve_dead(
                     self._stores, self._opener, self.stream, message, message.dead, patience=self._settings.patience

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import inspect
 import threading
 from collections.abc import Iterator
@@ -203,3 +204,20 @@ def test_a_thread_cannot_settle_a_message_of_another_stream(client: blocking.Cli
         work.ack(message)
         work.flush()
     assert [info.lag for info in client.streams.consumers("others")] == [1]
+
+
+def test_a_message_settles_itself_from_any_thread(client: blocking.Client) -> None:
+    client.streams.create("own")
+    client.streams.append_many("own", [b"1", b"2", b"3"])
+    with client.streams.consumer("own", "work", shared=True, max_deliver=1) as work:
+        done, failed, long = (next(work) for _ in range(3))
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            for settle in (done.ack, lambda: failed.nack(0.0, "no stock"), long.touch, long.ack):
+                thread.submit(settle).result(10)
+        work.flush()
+        assert [info.lag for info in client.streams.consumers("own")] == [0]
+        (letter,) = client.streams.dead_letters("own", "work")
+        assert letter.dead is not None
+        assert (letter.dead.offset, letter.dead.reason) == (1, "no stock")
+    with pytest.raises(iris.Closed, match="consumer 'work'"):
+        done.touch()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import gc
 import pickle
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import pytest
 
 import iris
@@ -173,3 +176,79 @@ async def test_a_dead_letter_is_settled_in_its_own_stream(tmp_path: Path) -> Non
             clerk.ack(delivered)
             await clerk.flush()
         assert await lag(client, "a.dead", "clerk") == 0
+
+
+OWN: Final[dict[str, Callable[[StreamMessage], None]]] = {
+    "ack": lambda message: message.ack(),
+    "nack": lambda message: message.nack(delay=1.0, reason="late"),
+    "touch": lambda message: message.touch(),
+}
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+async def test_a_message_settles_itself_with_the_worker_that_received_it(
+    partitions: int, tmp_path: Path
+) -> None:
+    async with client_of(tmp_path) as client:
+        await client.streams.create("a", partitions=partitions)
+        await client.streams.append_many("a", [b"1", b"2", b"3"], partition=partitions - 1)
+        async with (
+            client.streams.consumer("a", "work", shared=True, prefetch=3, max_deliver=1) as work,
+            client.streams.consumer("a", "work", shared=True) as idle,
+        ):
+            done, failed, long = await take(work, 3)
+            done.ack()
+            failed.nack(reason="no such customer")
+            long.touch()
+            await work.flush()
+            (state,) = await client.streams.consumers("a")
+            assert (state.lag, state.pending) == (1, 1)
+            (letter,) = await client.streams.dead_letters("a", "work")
+            assert letter.dead is not None
+            assert (letter.dead.offset, letter.dead.reason) == (1, "no such customer")
+            copy.copy(long).ack()
+            await work.flush()
+            assert await lag(client, "a", "work") == 0
+            assert idle.lag == 0
+
+
+@pytest.mark.parametrize("how", OWN)
+async def test_a_message_that_no_worker_received_says_that_it_cannot_settle_itself(
+    how: str, tmp_path: Path
+) -> None:
+    async with client_of(tmp_path) as client:
+        await client.streams.create("a")
+        await client.streams.append("a", b"1")
+        async with client.streams.read("a", follow=False) as reader:
+            (message,) = [each async for each in reader]
+        with pytest.raises(
+            ValueError, match="message 0 of stream 'a' was not delivered by a consumer"
+        ):
+            OWN[how](message)
+        with pytest.raises(ValueError, match="message 5 of stream 'b' was not delivered"):
+            OWN[how](StreamMessage(b"", "b", offset=5))
+
+
+@pytest.mark.parametrize("how", OWN)
+async def test_a_message_whose_worker_it_does_not_know_any_more_says_what_to_do(
+    how: str, tmp_path: Path
+) -> None:
+    async with client_of(tmp_path) as client:
+        await client.streams.create("a")
+        await client.streams.append("a", b"1")
+        async with client.streams.consumer("a", "work", shared=True) as work:
+            (message,) = await take(work)
+            for one in (pickle.loads(pickle.dumps(message)), copy.deepcopy(message)):
+                assert one == message
+                with pytest.raises(
+                    ValueError, match="of consumer 'work', because the message was pickled"
+                ):
+                    OWN[how](one)
+                work.touch(one)
+            assert msgspec.json.decode(msgspec.json.encode(message))["offset"] == 0
+        with pytest.raises(iris.Closed, match="consumer 'work'"):
+            OWN[how](message)
+        del work
+        gc.collect()
+        with pytest.raises(ValueError, match="or the worker no longer exists"):
+            OWN[how](message)

@@ -111,7 +111,7 @@ def sample(kind: Any, name: str = "text") -> Any:
         return MADE[kind]()
     if dataclasses.is_dataclass(kind) or hasattr(kind, "__struct_fields__"):
         every = typing.get_type_hints(kind)
-        names = getattr(kind, "__struct_fields__", None) or [each.name for each in dataclasses.fields(kind)]  # fmt: skip
+        names = [each.name for each in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else kind.__struct_fields__  # fmt: skip
         return kind(**{each: sample(every[each], each) for each in names})
     if not inspect.isfunction(kind.__init__):
         return kind("what happened")
