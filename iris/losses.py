@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import copy_context
 from typing import Final
 
@@ -16,9 +16,17 @@ from iris.awaiting import check_returned
 from iris.core.interfaces import Lost
 from iris.logs import RAISED, logger
 from iris.runtime import Runtime
+from iris.wire.kinds import TroubleCause
 
 log = logger(__name__)
 
+CAUSES: Final[Mapping[str, TroubleCause]] = {
+    "slow subscriber": "queue full",
+    "slow member": "queue full",
+    "subscription closed": "unread",
+    "member stopped": "unread",
+}
+"""Cause of a loss in this process -> what operators see of it. Every other message did not arrive."""
 LOG_S: Final = 10.0
 """Seconds between two log lines of one subscription or service."""
 
@@ -57,6 +65,11 @@ class LossLog:
         self._messages += lost.count or 0
         self._unknown += lost.count is None
         self._topic, self._cause = lost.name, lost.cause
+        if lost.count is None:
+            self._runtime.troubles.count("uncounted", self._name)
+        else:
+            cause = CAUSES.get(lost.cause, "missing")
+            self._runtime.troubles.count(cause, self._name, lost.count)
         if on_gap is None and self._runtime.on_loss is None:
             self._reported = False
         if self._timer is None:
@@ -65,7 +78,7 @@ class LossLog:
             try:
                 check_returned(self._context.copy().run(on_gap, lost))
             except RAISED as err:
-                self._runtime.handler_failed(self._handler, on_gap, err)
+                self._runtime.handler_failed(self._handler, self._name, on_gap, err)
 
     def end(self) -> None:
         """Log the losses that are not logged yet, and stop the timer. Idempotent."""

@@ -43,9 +43,10 @@ from iris.forks import disable_in_child
 from iris.logs import EXITS, RAISED, Repeats, error_text, function_name, logger
 from iris.registry import Registry, Served, Subscriber
 from iris.transport import Pump
+from iris.troubles import TroubleReports
 from iris.wire import frames
 from iris.wire.codec import MIN_MESSAGE_LIMIT
-from iris.wire.kinds import Kind
+from iris.wire.kinds import NO_MEMBERS, Kind
 
 log = logger("iris.client")  # the documented name of this logger
 
@@ -96,6 +97,8 @@ class Runtime:
         self.parts: list[Part] = []
         self.attachment: Attachment | None = None
         self.registry = cast(Registry, _NotOpen())
+        self.troubles = TroubleReports(self._send_trouble)
+        """Losses and failed handlers, which the relay shows to operators."""
         self._reloading = asyncio.Lock()
         self._watched: list[list[Lost]] = []
         """Lists that collect losses, one for each active `watching_losses`."""
@@ -139,8 +142,10 @@ class Runtime:
                         async with asyncio.timeout(drain_s):
                             await asyncio.gather(*(part.finish() for part in self.parts))
                     attachment.state = Life.CLOSING
+                    self.troubles.flush()
                     await attachment.say_bye()
         finally:
+            self.troubles.end()
             ending = attachment.close()
             registry.end()
             for part in self.parts:
@@ -449,6 +454,11 @@ class Runtime:
         Losses of sent messages are logged here; subscriptions and services log what they did not receive.
         """
         if not lost.source:
+            if lost.cause != NO_MEMBERS:  # a broadcast without members is nobody's loss
+                if lost.count is None:
+                    self.troubles.count("uncounted", lost.name)
+                else:
+                    self.troubles.count("not sent", lost.name, lost.count)
             for watched in self._watched:
                 watched.append(lost)
             if self.on_loss is None and not self._watched:
@@ -480,20 +490,27 @@ class Runtime:
             try:
                 check_returned(self._context.copy().run(self.on_loss, lost))
             except RAISED as err:
-                self.handler_failed("on_loss", self.on_loss, err)
+                self.handler_failed("on_loss", "", self.on_loss, err)
+
+    def _send_trouble(self, make: Callable[[], frames.Control]) -> None:
+        attachment = self.attachment
+        if attachment is not None and attachment.session is not None:
+            attachment.session.control(make())
+            attachment.touch()
 
     def handler_failed(
-        self, handler: str, function: object, error: BaseException, *, ran: bool = True
+        self, handler: str, of: str, function: object, error: BaseException, *, ran: bool = True
     ) -> None:
         """Count a failed handler of the user, and log it: at once if it did not fail in this way within 10 s.
 
-        `handler` says what it is the handler of: "handler of thumbnails". If it has not `ran`, the message does not fit
-        it: then the text of the error says all, and there is no traceback. Call it in an except block.
+        `handler` says what it is the handler of, "handler of thumbnails", and `of` is the cluster or filter, or "". If
+        it has not `ran`, the message does not fit it: then the text of the error says all, and there is no traceback.
+        Call it in an except block.
 
         A SystemExit or KeyboardInterrupt ends the event loop, as it does in any other task. It is raised there only
         after the answer to the message is written, so that nobody waits for it.
         """
-        self.count_dropped(FAILED_HANDLERS, 1)
+        self._count_failed(of)
         name = function_name(function)
         fields: dict[str, object] = {
             "handler": handler,
@@ -511,15 +528,19 @@ class Runtime:
             log, "client.handler_failed", (handler, name, type(error)), error if ran else None, fields
         )  # fmt: skip
 
-    def handler_late(self, handler: str, function: object, error: BaseException) -> None:
+    def handler_late(self, handler: str, of: str, function: object, error: BaseException) -> None:
         """Count and log a handler whose own call timed out, because its caller's deadline has passed.
 
         The handler itself made no mistake, so no traceback is logged.
         """
-        self.count_dropped(FAILED_HANDLERS, 1)
+        self._count_failed(of)
         name = function_name(function)
         fields: dict[str, object] = {"handler": handler, "function": name, "error": error_text(error)}  # fmt: skip
         self._repeats.warning(log, "client.handler_late", (handler, name), None, fields)
+
+    def _count_failed(self, of: str) -> None:
+        self.count_dropped(FAILED_HANDLERS, 1)
+        self.troubles.count("handler failed", of)
 
     def exit_loop(self, error: BaseException) -> None:
         """Raise an error out of the running event loop, in the turn after what is queued now was written."""

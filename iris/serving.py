@@ -491,7 +491,8 @@ class ServiceBinding(OneProcess):
         handler = self._inboxes[delivery.flow.kind].handler.chosen(delivery.message)
         late_us = time.monotonic_ns() // 1000 + ROUNDING_US
         if isinstance(error, TimeoutError) and 0 < delivery.deadline_us < late_us:
-            self._runtime.handler_late(f"handler of {self.service.name}", handler.function, error)
+            name = self.service.name
+            self._runtime.handler_late(f"handler of {name}", name, handler.function, error)
             return
         self._failed("handler", handler, error)
 
@@ -504,9 +505,8 @@ class ServiceBinding(OneProcess):
 
     def _failed(self, what: str, handler: Handler, error: BaseException) -> None:
         ran = not isinstance(error, ArgumentError)
-        self._runtime.handler_failed(
-            f"{what} of {self.service.name}", handler.function, error, ran=ran
-        )
+        name = self.service.name
+        self._runtime.handler_failed(f"{what} of {name}", name, handler.function, error, ran=ran)
 
 
 class _Answer:

@@ -464,7 +464,8 @@ class Subscription(OneProcess, AsyncOnly):
     def _failed(self, error: BaseException) -> None:
         """Count and log an exception of the handler."""
         ran = not isinstance(error, ArgumentError)
-        self._runtime.handler_failed(f"subscription {self.filter}", self._handler, error, ran=ran)
+        what = f"subscription {self.filter}"
+        self._runtime.handler_failed(what, self.filter, self._handler, error, ran=ran)
 
     def _message(self) -> asyncio.Future[None]:
         """Return what is done at the next message, or at the end."""

@@ -16,6 +16,7 @@ import iris
 from iris import keyfiles
 from iris.cli import clock, options, output
 from iris.cli.exits import run
+from iris.core.troubles import ADVICE, described
 from iris.errors import ConfigError, ConnectionLost, IrisError, KeyringError, RelayUnavailable
 from iris.streams import StoreHealth
 from iris.wire.names import plural, printable
@@ -39,7 +40,9 @@ OURSELVES: Final = "ourselves"
 """Error of a seed that is the relay itself, as if all hosts have the same settings."""
 SHOWN: Final = 5
 """How many names a line shows."""
-SKIPPABLE: Final = ("links", "sites", "store", "stores", "keys", "clock")
+SKIPPABLE: Final = ("links", "sites", "store", "stores", "programs", "keys", "clock")
+LATELY_S: Final = 300.0
+"""What programs reported before that is not of interest any more: checks run every few minutes."""
 
 
 class Result(NamedTuple):
@@ -75,6 +78,9 @@ def check(
               write to it, their copies there follow, and no other store has
               taken over their streams in the last hour; none keeps messages
               of a lost stream that the one in its place does not have
+      programs
+              none has reported in the last 5 minutes that it lost messages,
+              or that its handlers raised exceptions
       keys    no program or link uses only a key that is to be retired
       clock   a time service keeps the clock, if there are other hosts
 
@@ -113,7 +119,7 @@ def check(
 def _print(worst: State, results: list[Result]) -> None:
     wrong = [f"{r.check}: {r.detail}" for r in results if r.state == worst != "ok"]
     lines = [f"iris {worst}" + (f": {'; '.join(wrong)}" if wrong else "")]
-    lines += [f"{r.state:<9}{r.check:<7}{r.detail}" for r in results]
+    lines += [f"{r.state:<9}{r.check:<9}{r.detail}" for r in results]
     output.write("".join(printable(line) + "\n" for line in lines).encode())
 
 
@@ -136,6 +142,7 @@ async def _results(relay: str | None, timeout: float) -> list[Result]:
     if stores:
         found.append(Result("stores", *judge_stores(stores)))
     if "limited" not in report:
+        found.append(Result("programs", *judge_programs(report)))
         found.append(Result("keys", *_keys(report)))
         found.append(Result("clock", *_clock(report)))
     return found
@@ -246,6 +253,28 @@ def _wrong(store: StoreHealth) -> Iterator[tuple[State, str]]:
             "warning",
             f"lost its streams in the bucket to another store {minutes} ago; its log says when it noticed",
         )
+
+
+def judge_programs(report: dict[str, Any]) -> tuple[State, str]:
+    """Judge what programs report of themselves: messages that they lost, and handlers that raised."""
+    late = [
+        each
+        for each in report["troubles"]["latest"]
+        if each["cause"] in ADVICE and each["last_s"] <= LATELY_S
+    ]
+    if not late:
+        return (
+            "ok",
+            f"none has reported losses or failed handlers in the last {LATELY_S / 60:.0f} min",
+        )
+    late.sort(key=lambda each: -each["count"])
+    return "warning", _some(
+        [
+            f"{each['label']} (pid {each['pid']}) {described(each['cause'], each['count'], each['names'])}; "
+            f"{ADVICE[each['cause']]}"
+            for each in late
+        ]
+    )
 
 
 def _free(directory: str) -> tuple[int, int] | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from iris.cli import options, output
 from iris.cli.exits import Exit, run
 from iris.client import connect
+from iris.core.troubles import described
 from iris.wire.names import plural, printable
 from iris.wire.texts import cleaned
 
@@ -135,7 +136,13 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
     if unlinked:
         line = f"\nsites not linked: {', '.join(unlinked)}; `iris federation list` shows why"
         console.print(line, markup=False)
-    for line in (*_slow(report), *_waiting(report), *_over(report), *_queues(report)):
+    for line in (
+        *_slow(report),
+        *_troubles(report),
+        *_waiting(report),
+        *_over(report),
+        *_queues(report),
+    ):
         console.print(f"\n{printable(line)}", markup=False)
     tickets = report.get("web", {}).get("tickets") or {}
     for what, reasons in (
@@ -200,6 +207,15 @@ def _slow(report: dict[str, Any]) -> Iterator[str]:
             f"{what} {slow['label']} ({', '.join(who)}): {plural(slow['dropped'], 'message')} dropped since {since:%Y-%m-%d %H:%M:%S}, "
             f"the last {_duration(slow['last_s'])} ago; topics: {topics}"
         )
+
+
+def _troubles(report: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for what each program reports to have lost, or to have failed, also after it has ended."""
+    for each in report.get("troubles", {}).get("latest", ()):
+        who = [f"pid {each['pid']}"] if each["pid"] else []
+        who += [text for text in (each["user"], each["address"]) if text]
+        what = described(each["cause"], each["count"], each["names"])
+        yield f"reported: {each['label']} ({', '.join(who)}): {what}; the last {_duration(each['last_s'])} ago"
 
 
 def _over(report: dict[str, Any]) -> Iterator[str]:

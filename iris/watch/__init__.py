@@ -38,6 +38,7 @@ from iris.watch.network import (
     Site,
     Slow,
     Stream,
+    Trouble,
     as_dict,
     as_json,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "Site",
     "Slow",
     "Stream",
+    "Trouble",
     "Watch",
     "as_dict",
     "as_json",

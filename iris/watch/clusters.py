@@ -8,6 +8,7 @@ from typing import Final
 from msgspec import structs
 
 from iris.describing import Description, HandlerInfo
+from iris.losses import CAUSES
 from iris.watch.history import History, merged, percentile, summed
 from iris.watch.network import MAX_HANDLERS, MAX_MEMBERS, Cluster, Drop, HandlerRates, Member
 from iris.watch.relays import Relays
@@ -101,6 +102,8 @@ class ClusterReader:
         for cause, count in list(said.dropped.items())[:MAX_CAUSES]:
             rate = history.rate(("dropped", member, cause), whole(count), age_s)
             dropped[text(cause)] = rate or 0.0
+            if cause in CAUSES and relays.hears(info.relay):
+                continue  # its program has reported it
             found.drops.append(
                 Drop(where=f"member {text(member)}", host=host, cause=text(cause), rate=rate, total=whole(count))
             )  # fmt: skip

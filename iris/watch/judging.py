@@ -9,8 +9,10 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
+from iris.core.troubles import ADVICE, described
+from iris.losses import CAUSES
 from iris.watch.history import History
-from iris.watch.network import Link, Member, Program, Relay, Slow, Stream
+from iris.watch.network import Link, Member, Program, Relay, Slow, Stream, Trouble, called
 from iris.watch.relays import Relays
 from iris.watch.sample import number, text, whole
 from iris.wire.names import plural
@@ -52,20 +54,31 @@ class Judge:
             median_ms = _median_p99(members)
             for member in members:
                 names[member.id] = member.called
-                why = list(_member(member, median_ms))
+                why = list(_member(member, median_ms, heard=relays.hears(member.relay)))
                 found.append(("member", member.id, member.host, text(name), why))
-        by_session: dict[tuple[str, int], list[str]] = {}
+        whys: dict[tuple[str, int], list[str]] = {}
+        """(relay, session) -> what a relay knows of it, or it has reported itself."""
+        ended: dict[tuple[str, int], tuple[str, str]] = {}
+        """(relay, session) -> what people call it, and its host."""
         for relay, slow in relays.lately_slow:
-            if not slow.get("link") and number(slow["last_s"]) <= LATELY_S:
-                by_session[relay.id, whole(slow["session"])] = [_dropped(slow)]
+            if number(slow["last_s"]) > LATELY_S:
+                continue
+            if slow.get("link"):
+                found.append(("link", text(slow["label"]), relay.host, "", [_dropped(slow)]))
+                continue
+            session = relay.id, whole(slow["session"])
+            ended[session] = text(slow["label"]), relay.host
+            whys.setdefault(session, []).append(_dropped(slow))
+        for relay, trouble in relays.troubles:
+            if trouble.cause in ADVICE and trouble.last_s <= LATELY_S:
+                session = relay.id, trouble.session
+                ended[session] = called(trouble.program, trouble.pid), relay.host
+                whys.setdefault(session, []).append(_trouble(trouble))
         for program in relays.programs:
-            why = [*by_session.pop((program.relay, program.session), ()), *_program(program)]
-            found.append(("program", f"{program.label} (pid {program.pid})", program.host, "", why))
-        for relay, slow in relays.lately_slow:
-            gone = (relay.id, whole(slow["session"])) in by_session
-            if number(slow["last_s"]) <= LATELY_S and (slow.get("link") or gone):
-                kind = "link" if slow.get("link") else "program"
-                found.append((kind, text(slow["label"]), relay.host, "", [_dropped(slow)]))
+            why = [*whys.pop((program.relay, program.session), ()), *_program(program)]
+            found.append(("program", program.called, program.host, "", why))
+        for session, why in whys.items():  # those that are not connected any more
+            found.append(("program", *ended[session], "", why))
         lowest = {}
         for link in relays.links:
             key = link.relay, link.peer
@@ -105,7 +118,8 @@ def _median_p99(members: list[Member]) -> float:
     return statistics.median(known) if len(known) >= MIN_MEMBERS else 0.0
 
 
-def _member(member: Member, median_ms: float) -> Iterator[str]:
+def _member(member: Member, median_ms: float, *, heard: bool) -> Iterator[str]:
+    """Yield what is slow or fails at a member; if `heard`, without what its program has reported to a relay."""
     if member.state == "silent":
         yield "does not answer" + (f": {member.error}" if member.error else "")
         return
@@ -124,8 +138,11 @@ def _member(member: Member, median_ms: float) -> Iterator[str]:
         yield f"{queue}, not empty for {member.queued_for_s:.0f} s"
     if member.loop_held:
         yield f"handlers held up the event loop {plural(member.loop_held, 'time')} in the last minute"
+    if member.failed_rate and not heard:
+        share = member.failed_rate / (member.failed_rate + (member.handled_rate or 0.0))
+        yield f"{share:.0%} of its calls fail ({_per_s(member.failed_rate)}): a handler raises an exception"
     for cause, rate in member.dropped_rates.items():
-        if rate > 0:
+        if rate > 0 and not (heard and cause in CAUSES):
             yield f"drops {_per_s(rate)}: {cause}"
 
 
@@ -140,6 +157,11 @@ def _dropped(slow: dict[str, Any]) -> str:
     topics = ", ".join(text(topic) for topic in slow.get("topics", ())[:3])
     text_ = f"{plural(whole(slow['dropped']), 'message')} dropped, the last {number(slow['last_s']):.0f} s ago"
     return f"{text_}; topics: {topics}" if topics else text_
+
+
+def _trouble(trouble: Trouble) -> str:
+    what = described(trouble.cause, trouble.total, trouble.names)
+    return f"{what}; the last {trouble.last_s:.0f} s ago"
 
 
 def _link(link: Link, lowest_ms: float | None) -> Iterator[str]:

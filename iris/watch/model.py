@@ -58,6 +58,7 @@ class Model:
             programs=first("programs", relays.programs, limits.MAX_PROGRAMS, lambda p: (p.held, p.running + p.waiting), lambda p: (p.host, p.label, p.session)),
             streams=first("streams", streams, limits.MAX_STREAMS, lambda s: (bool(s.failed), s.lag, s.dead_letters), lambda s: (s.name, s.uuid)),
             drops=first("drops", drops, limits.MAX_DROPS, lambda d: (d.rate or 0, d.total), lambda d: (-(d.rate or 0), -d.total)),
+            troubles=first("troubles", [each for _, each in relays.troubles], limits.MAX_TROUBLES, lambda t: -t.last_s, lambda t: (t.host, t.program, t.session, t.cause)),
             slow=first("slow", slow, limits.MAX_SLOW, lambda s: s.since_s, lambda s: -s.since_s),
             problems=[sentence(each) for each in [*sample.problems, *relays.problems]][:MAX_PROBLEMS],
             other=other,

@@ -30,7 +30,13 @@ MAX_STREAMS: Final = 64
 MAX_CONSUMERS: Final = 32
 """Consumers that are shown of one stream."""
 MAX_DROPS: Final = 64
+MAX_TROUBLES: Final = 64
 MAX_SLOW: Final = 64
+
+
+def called(program: str, pid: int) -> str:
+    """Return what people call a process."""
+    return f"{program} (pid {pid})"
 
 
 class Relay(Struct, frozen=True, kw_only=True):
@@ -214,6 +220,15 @@ class Program(Struct, frozen=True, kw_only=True):
     """Messages that wait in the relay, because the program does not read fast enough."""
     held_for_s: float = 0.0
     """For how long messages have waited in every sample."""
+    lost: int = 0
+    """Messages that it reports to have lost since it connected."""
+    failed: int = 0
+    """Calls of its handlers that raised."""
+
+    @property
+    def called(self) -> str:
+        """What people call it."""
+        return called(self.label, self.pid)
 
 
 class Consumer(Struct, frozen=True, kw_only=True):
@@ -269,15 +284,32 @@ class Drop(Struct, frozen=True, kw_only=True):
     """Messages that a relay or the process of a member dropped for one cause."""
 
     where: str
-    """"relay HOST" or "member ID"."""
+    """"relay HOST", "member ID", or "program NAME (pid PID)" for what a program has reported."""
     host: str
     cause: str
     rate: float | None
     total: int
 
 
+class Trouble(Struct, frozen=True, kw_only=True):
+    """What one program has reported of one cause to a relay that was asked; it may have ended since."""
+
+    host: str
+    program: str
+    pid: int
+    session: int
+    cause: str
+    """"queue full", "unread", "missing", "uncounted", "not sent" (messages lost) or "handler failed" (calls)."""
+    names: dict[str, int] = {}
+    """Some of it by cluster, topic or filter."""
+    rate: float | None = None
+    total: int
+    last_s: float
+    """Seconds since the last report."""
+
+
 class Slow(Struct, frozen=True, kw_only=True):
-    """Something that is slow, or is about to lose messages, and the figures that say so."""
+    """Something that is slow, loses messages or fails, or is about to, and the figures that say so."""
 
     kind: str
     """"member", "program", "link", "relay", "consumer", "stream", "copy" or "clock"."""
@@ -310,6 +342,7 @@ class Network(Struct, frozen=True, kw_only=True):
     programs: list[Program] = []
     streams: list[Stream] = []
     drops: list[Drop] = []
+    troubles: list[Trouble] = []
     slow: list[Slow] = []
     problems: list[str] = []
     """What could not be found out, a sentence each."""

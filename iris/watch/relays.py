@@ -7,10 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from iris.watch.history import History
-from iris.watch.network import MAX_RELAYS, Drop, Link, Program, Relay, Site
+from iris.watch.network import MAX_RELAYS, Drop, Link, Program, Relay, Site, Trouble, called
 from iris.watch.sample import RelayAnswer, number, sentence, text, whole
 
 RATES: Final = ("in", "out", "refused", "expired")
+MAX_NAMES: Final = 16
+"""Names that are taken from one row of troubles."""
+UNSEEN: Final = ("queue full", "unread")
+"""Causes of losses that no relay has counted as drops."""
+FAILED: Final = "handler failed"
+UNCOUNTED: Final = "uncounted"
 GONE_S: Final = 600.0
 """For how long a relay is shown after its link was lost."""
 
@@ -27,6 +33,7 @@ class Relays:
     drops: list[Drop] = field(default_factory=list)
     clusters: dict[str, tuple[int, dict[str, int]]] = field(default_factory=dict)
     """Cluster -> (members in the site, members at relays that were asked by the first digits of their key ids)."""
+    troubles: list[tuple[Relay, Trouble]] = field(default_factory=list)
     lately_slow: list[tuple[Relay, dict[str, Any]]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -36,6 +43,11 @@ class Relays:
         for key, members in keys.items():
             known_keys[key] = known_keys.get(key, 0) + members
         self.clusters[name] = max(known, count), known_keys
+
+    def hears(self, relay: str) -> bool:
+        """Whether programs of a relay report to us what they lose, because it was asked and names them."""
+        known = self.relays.get(relay)
+        return known is not None and known.asked and known.state != "away" and not known.limited
 
     def host_of(self, relay: str) -> str:
         """Return the name of the host of a relay; the first digits of its id if it is not known."""
@@ -93,7 +105,10 @@ class RelayReader:
             known = found.sites.get(row.name)
             if known is None or (row.rtt_ms or 0) < (known.rtt_ms or 0):
                 found.sites[row.name] = row
-        found.programs += self._programs(relay, report)
+        troubles = list(self._troubles(relay, report))
+        found.troubles += [(relay, each) for each in troubles]
+        found.drops += [_as_drop(each) for each in troubles if each.cause in UNSEEN]
+        found.programs += self._programs(relay, report, troubles)
         found.lately_slow += [(relay, slow) for slow in report.get("slow", ())]
         linked = report.get("linked_clusters", {})
         for name, by_key in report.get("clusters", {}).items():
@@ -190,7 +205,31 @@ class RelayReader:
                     name=text(peer["site"]), state="unlinked", cost_ms=whole(peer["cost_ms"])
                 )
 
-    def _programs(self, relay: Relay, report: dict[str, Any]) -> Iterator[Program]:
+    def _troubles(self, relay: Relay, report: dict[str, Any]) -> Iterator[Trouble]:
+        for each in report.get("troubles", {}).get("latest", ()):
+            session, cause, total = (
+                whole(each["session"]),
+                text(each["cause"]),
+                whole(each["count"]),
+            )
+            key = ("trouble", relay.id, session, cause)
+            yield Trouble(
+                host=relay.host, program=text(each["label"]), pid=whole(each["pid"]), session=session, cause=cause,
+                names={text(name): whole(count) for name, count in [*each["names"].items()][:MAX_NAMES]},
+                rate=self._history.rate(key, total, number(report.get("uptime_s", 0))), total=total,
+                last_s=number(each["last_s"]),
+            )  # fmt: skip
+
+    def _programs(
+        self, relay: Relay, report: dict[str, Any], troubles: list[Trouble]
+    ) -> Iterator[Program]:
+        lost: dict[int, int] = {}
+        failed: dict[int, int] = {}
+        for each in troubles:
+            if each.cause == FAILED:
+                failed[each.session] = each.total
+            elif each.cause != UNCOUNTED:
+                lost[each.session] = lost.get(each.session, 0) + each.total
         for session in report["sessions"]:
             counts = {
                 name: whole(session[name])
@@ -200,7 +239,8 @@ class RelayReader:
             yield Program(
                 relay=relay.id, host=relay.host, label=text(session["label"]), session=whole(session["session"]),
                 pid=whole(session["pid"]), user=text(session.get("user", "") or ""),
-                held_for_s=self._history.since(key, counts["held"] > 0), **counts,
+                held_for_s=self._history.since(key, counts["held"] > 0), lost=lost.get(session["session"], 0),
+                failed=failed.get(session["session"], 0), **counts,
             )  # fmt: skip
 
     def _add_linked(self, found: Relays, now_s: float) -> None:
@@ -238,6 +278,14 @@ class RelayReader:
         """Return the relays of the sample before, of which nothing is known while no relay answers."""
         why = "no relay that was asked answers, so nothing is known of it"
         return {key: _away(relay, why) for key, relay in self._linked.items()}
+
+
+def _as_drop(trouble: Trouble) -> Drop:
+    names = f": {', '.join(trouble.names)}" if trouble.names else ""
+    return Drop(
+        where=text(f"program {called(trouble.program, trouble.pid)}"), host=trouble.host,
+        cause=text(trouble.cause + names), rate=trouble.rate, total=trouble.total,
+    )  # fmt: skip
 
 
 def _away(relay: Relay, why: str) -> Relay:

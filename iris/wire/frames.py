@@ -11,7 +11,14 @@ from typing import Annotated, ClassVar, Final
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from iris.wire.kinds import MAX_OTHER_KEYS, MAX_PARTS, Kind
+from iris.wire.kinds import (
+    MAX_OTHER_KEYS,
+    MAX_PARTS,
+    MAX_TROUBLE_NAMES,
+    TROUBLES,
+    Kind,
+    TroubleCause,
+)
 
 MAX_CREDIT: Final = 4096
 """Most hop ids in one CREDIT or CALLER_LEFT."""
@@ -356,6 +363,31 @@ class Carried(Control, frozen=True):
     sent_bytes: U63
     received_records: U63
     received_bytes: U63
+
+
+MAX_TROUBLE_NAME: Final = 64
+"""Most characters of a name in TROUBLE."""
+
+
+class TroubleEntry(Struct, frozen=True, array_like=True):
+    """How often something of one cause happened. `names` has some of that by cluster, topic or filter."""
+
+    cause: TroubleCause
+    count: Annotated[int, Meta(ge=1, le=0xFFFFFFFF)]
+    names: Annotated[
+        dict[
+            Annotated[str, Meta(min_length=1, max_length=MAX_TROUBLE_NAME)],
+            Annotated[int, Meta(ge=1, le=0xFFFFFFFF)],
+        ],
+        Meta(max_length=MAX_TROUBLE_NAMES),
+    ] = {}
+
+
+class Trouble(Control, frozen=True):
+    """Losses and failed handlers of this session's client since its last report. The relay shows them to operators."""
+
+    FRAME = Kind.TROUBLE
+    entries: Annotated[list[TroubleEntry], Meta(min_length=1, max_length=len(TROUBLES))]
 
 
 class Gap(Control, frozen=True):

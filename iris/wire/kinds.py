@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Final
+from typing import Final, Literal, get_args
 
 PROTOCOL_VERSION: Final = 1
 """Major version, which must be equal on both sides. It is the first byte of all sealed metadata."""
@@ -15,6 +15,13 @@ NO_MEMBERS: Final = "no members"
 """Cause in UNROUTED of a broadcast that reached no member."""
 OTHER_KEYS: Final = "subscribers have another key"
 """Cause in UNROUTED of publications whose topic has subscribers only under other keys. They are not a loss."""
+TroubleCause = Literal["queue full", "unread", "missing", "uncounted", "not sent", "handler failed"]
+"""What a client reports in TROUBLE: messages that it lost because its own queue was full, or because it ended before it
+handled them; that did not arrive or could not be opened; losses of unknown size, each counted as one; messages that it
+sent and nobody gets; and calls of its handlers that raised."""
+TROUBLES: Final[tuple[TroubleCause, ...]] = get_args(TroubleCause)
+MAX_TROUBLE_NAMES: Final = 8
+"""Most names of one cause in TROUBLE, and at a relay for one session and cause."""
 MAX_OTHER_KEYS: Final = 64
 """Most other keys that AUDIENCE and UNROUTED name."""
 CLOCK_PING: Final = 3
@@ -74,6 +81,7 @@ class Kind(IntEnum):
     UNROUTED = 0x2C
     TICKET = 0x2D
     RELEASE = 0x2E
+    TROUBLE = 0x2F
 
     REQUEST = 0x40
     REPLY = 0x41

@@ -90,6 +90,7 @@ class SessionControl:
             frames.Window: router.credits.window,
             frames.Direct: router.direct.asked,
             frames.Carried: router.direct.carried,
+            frames.Trouble: router.troubles.reported,
             frames.Beat: self._on_beat,
             frames.CallerLeft: self._on_left,
             frames.Ticket: self._on_ticket,

@@ -44,6 +44,7 @@ from relay.core.sites import Sites
 from relay.core.slow import SlowReceivers
 from relay.core.stores import StoreWatch
 from relay.core.tickets import Admission
+from relay.core.troubles import Troubles
 
 SPARSE_ALIASES: Final = 1024
 """Alias numbers of a session that need not follow others that it has declared."""
@@ -116,6 +117,7 @@ class Parts:
         self.status_extra: Callable[[], dict[str, object]] = dict
         self._next_number = 1
         self.slow = SlowReceivers(lambda: self.now_us)
+        self.troubles = Troubles(lambda: self.now_us)
         self.sites = Sites(site, policy or Policy())
         self.wans = self.sites.wans
         self.drains = Draining(self.leave_asked, self.goodbye, self._handlers_run)
@@ -533,6 +535,7 @@ class Parts:
             **self.mesh.status(self.now_us, self.wall_us),
             **self.federation.status(self.now_us, self.wall_us),
             "slow": self.slow.report(self.now_us),
+            "troubles": self.troubles.status(self.now_us),
             "parked": len(self._calls.parking.waiting),
             "publishers_waiting": self.credits.waiting,
             "publishers_unlimited": self.credits.unlimited,
@@ -564,4 +567,5 @@ class Parts:
                 "sites": len(self.sites.site_routes),
             },
             "accounts": self.accounts.report(self.held_messages),
+            "troubles": {"totals": dict(self.troubles.totals)},
         }

@@ -60,6 +60,8 @@ SPECS: Final = (
     Spec("iris_relay_program_messages_held", "Messages queued for a program, because it does not read fast enough.", ("program",)),
     Spec("iris_relay_slow_receivers", "Programs and links for which messages were dropped; at most 64 are known."),
     Spec("iris_relay_slow_receiver_dropped_messages_total", "Messages dropped for a slow program or link, by its name.", ("receiver", "kind")),
+    Spec("iris_relay_reported_total", "Messages that programs report to have lost, and calls of their handlers that raised, by cause.", ("cause",)),
+    Spec("iris_relay_program_reported_total", "The same, by the name that the program gives itself.", ("program", "cause")),
     Spec("iris_relay_session_protocol_errors_total", "Sessions closed because they broke the protocol."),
     Spec("iris_relay_sessions_turned_away_total", "Sessions refused because max_sessions, or a user's share of it, was reached."),
     Spec("iris_relay_sessions_refused_total", "Sessions from other hosts that were refused, by reason.", ("reason",)),
@@ -159,6 +161,7 @@ def fill(page: Page, report: Mapping[str, Any], labels: Labels, version: str) ->
         page.set(f"iris_relay_messages_{word}_total", account[word])
     page.add_all("iris_relay_messages_dropped_total", account["dropped"], labels.causes)
     page.set("iris_relay_messages_held", account["held"])
+    page.add_all("iris_relay_reported_total", report["troubles"]["totals"], labels.causes)
     counts = report.get("counts", {})
     page.set("iris_relay_links", counts.get("links", len(report["links"])))
     page.set("iris_relay_sites", counts.get("sites", len(report.get("sites", ()))))
@@ -209,6 +212,10 @@ def _programs(page: Page, report: Mapping[str, Any], labels: Labels) -> None:
         page.add("iris_relay_program_calls_waiting", session["waiting"], program)
         page.add("iris_relay_program_tunnels", session["tunnels"], program)
         page.add("iris_relay_program_messages_held", session["held"], program)
+    for label, sums in report["troubles"]["programs"].items():
+        program = labels.programs(label)
+        for cause, count in sums.items():
+            page.add("iris_relay_program_reported_total", count, program, labels.causes(cause))
     page.set("iris_relay_slow_receivers", len(report["slow"]))
     for slow in report["slow"]:
         kind = "link" if slow["link"] else "program"

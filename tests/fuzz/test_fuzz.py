@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from iris.wire import streams
 from iris.wire.codec import HOP, RELAY_HOP
-from iris.wire.kinds import FLAG_REFUSED, SERVED_KINDS, Kind
+from iris.wire.kinds import FLAG_REFUSED, SERVED_KINDS, TROUBLES, Kind
 from iris.wire.link_frames import CONTROLS
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -87,6 +87,14 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "first": ids,
     "cause": st.one_of(st.integers(0, 8), st.text(max_size=3)),
     "detail": st.sampled_from(["", "stale", "x"]),
+    "entries": st.lists(
+        st.tuples(
+            st.sampled_from([*TROUBLES, "x"]),
+            st.integers(0, 9),
+            st.dictionaries(st.text(max_size=2), st.integers(0, 3), max_size=3),
+        ),
+        max_size=3,
+    ),
     "others": st.dictionaries(st.text(max_size=9), st.integers(-1, 3), max_size=2),
 }
 anything = st.one_of(st.none(), st.booleans(), ids, st.floats(), st.binary(max_size=4), st.text(max_size=4))  # fmt: skip

@@ -295,7 +295,13 @@ def test_a_relay_with_a_store_passes_iris_check_and_fails_it_when_the_store_cann
     with Daemon(tmp_path, "--data", str(data)) as daemon:
         code, found = checked()
         assert (code, found["status"]) == (0, "ok")
-        assert [each["check"] for each in found["checks"]] == ["relay", "links", "store", "keys"]
+        assert [each["check"] for each in found["checks"]] == [
+            "relay",
+            "links",
+            "store",
+            "programs",
+            "keys",
+        ]
         daemon.stop()
     data.chmod(0o777)  # which a store refuses
     with daemon:

@@ -192,6 +192,12 @@ CONTROLS: Final[dict[str, Control]] = {
     "pair": frames.Pair(6, PAIR_TOKEN),
     "fetch": frames.Fetch(PAIR_TOKEN),
     "carried": frames.Carried(4_098, 268_500_992, 17, 561),
+    "trouble": frames.Trouble(
+        [
+            frames.TroubleEntry("queue full", 412, {"flights.JFK.>": 400, "flights.LGA.>": 12}),
+            frames.TroubleEntry("handler failed", 3, {CLUSTER: 3}),
+        ]
+    ),
     "unrouted": frames.Unrouted(int(Kind.BROADCAST), CLUSTER, KEY.key_id, 3, "no members"),
     "unrouted-others": frames.Unrouted(
         int(Kind.PUBLISH), TOPIC, KEY.key_id, 3, OTHER_KEYS, {"9a0b1c2d": 1}

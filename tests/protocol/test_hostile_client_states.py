@@ -118,6 +118,9 @@ def bodies() -> dict[type, list[Control]]:
         frames.Pair: [frames.Pair(hop, bytes(16)) for hop in HOPS],
         frames.Fetch: [frames.Fetch(bytes(16))],
         frames.Carried: [frames.Carried(1, 2, 3, 4)],
+        frames.Trouble: [
+            frames.Trouble([frames.TroubleEntry("missing", 2, {"t": n})]) for n in (1, 2, 3)
+        ],
         link_frames.AskPeers: [link_frames.AskPeers()],
         link_frames.Peers: [link_frames.Peers([])],
     }

@@ -289,7 +289,7 @@ def test_status_gives_a_session_of_another_user_numbers_alone_whoever_asks_at_th
     for secret in ("billing", "4711", "payroll", "uid 1", "uid 2", KEY_ID.hex()[:8]):
         assert secret in full or secret == KEY_ID.hex()[:8]
         assert secret not in limited
-    assert json.loads(limited).keys() == {"relay", "site", "draining", "limited", "sessions", "links", "counts", "accounts"}  # fmt: skip
+    assert json.loads(limited).keys() == {"relay", "site", "draining", "limited", "sessions", "links", "counts", "accounts", "troubles"}  # fmt: skip
     assert json.loads(limited)["counts"]["sessions"] == 3
 
 

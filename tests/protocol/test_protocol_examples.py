@@ -44,11 +44,12 @@ from iris.errors import OpenError
 from iris.streams.partitions import Layout
 from iris.wire import codec, frames, link_frames, names, streams
 from iris.wire.codec import decode_control, encode_control
-from iris.wire.kinds import TUNNEL_KINDS, Cause, Kind, Refusal
+from iris.wire.kinds import MAX_TROUBLE_NAMES, TUNNEL_KINDS, Cause, Kind, Refusal
 from iris.wire.orders import MOVE, ORDER_FRESH_US, SignedOrder, check_definition, decode_order
 from relay.config import lan
 from relay.core import calls, control, link, overdue, parking, parts, seen, site_routes
 from relay.core import credit as relay_credit
+from relay.core import troubles as relay_troubles
 from relay.core.direct import MAX_PAIRS_OF_SESSION
 from relay.core.limits import WEB_ALIASES, Limits
 from relay.net import ports, sessions
@@ -637,6 +638,10 @@ LIMITS: Final = {
     "credits of one publisher's topic at a relay": relay_credit.MAX_CREDITS,
     "aliases of one publisher's topic that share a credit": relay_credit.MAX_FLOWS,
     "topics of one session that have no credit": relay_credit.MAX_WAITING,
+    "causes in TROUBLE that a relay keeps, each of one session": relay_troubles.MAX_ROWS,
+    "names of one cause in TROUBLE, and at a relay for one session": MAX_TROUBLE_NAMES,
+    "name in TROUBLE": frames.MAX_TROUBLE_NAME,
+    "programs with sums of their own at a relay, from TROUBLE": relay_troubles.MAX_PROGRAMS,
     "records that a tunnel carries before it asks for a pair": DIRECT_AFTER_BYTES,
 }
 

@@ -13,7 +13,7 @@ from unit.test_metric_pages import status
 
 from iris.cli import check as verb
 from iris.cli import clock
-from iris.cli.check import judge, judge_stores, outdated
+from iris.cli.check import judge, judge_programs, judge_stores, outdated
 from iris.streams import StoreHealth
 
 RUN = CliRunner()
@@ -122,6 +122,26 @@ def test_a_program_that_holds_only_a_key_that_is_to_be_retired_is_named() -> Non
         assert list(outdated(sessions(*fine), "db", "aa", {"bb"})) == [], fine
 
 
+def row(cause: str, count: int, last_s: float, **more: Any) -> dict[str, Any]:
+    return {"label": "ticker", "pid": 7, "cause": cause, "count": count, "names": {"t.a": count}, "last_s": last_s, **more}  # fmt: skip
+
+
+def test_what_programs_have_reported_lately_is_a_warning_with_advice_and_the_most_first() -> None:
+    def of(*rows: dict[str, Any]) -> tuple[str, str]:
+        return judge_programs({"troubles": {"latest": [*rows]}})
+
+    state, text = of(row("handler failed", 3, 299.0), row("queue full", 58_676, 1.0))
+    assert state == "warning"
+    lost, failed = text.split("; ticker")
+    assert lost.startswith("ticker (pid 7) lost 58,676 messages of t.a: its own queue was full; ")
+    assert "when_full" in lost
+    assert failed.startswith(" (pid 7) 3 calls of t.a failed: a handler raised an exception; ")
+    assert of()[0] == "ok"
+    assert of(row("queue full", 9, 301.0))[0] == "ok"
+    assert of(row("uncounted", 9, 1.0))[0] == "ok"
+    assert of(*[row("missing", n, 1.0) for n in range(1, 9)])[1].endswith(" and 3 more")
+
+
 def test_the_exit_code_is_the_worst_and_the_first_line_sums_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -165,7 +185,7 @@ def test_only_known_checks_can_be_left_out_and_the_relay_never(name: str) -> Non
 
     done = RUN.invoke(app, ["check", "--skip", name])
     assert done.exit_code == 2
-    assert done.stderr == f"iris: --skip: {name!r} is not a check that can be left out; use links, sites, store, stores, keys, clock\n"  # fmt: skip
+    assert done.stderr == f"iris: --skip: {name!r} is not a check that can be left out; use links, sites, store, stores, programs, keys, clock\n"  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from support.pages import Scraped
 
 from iris.metrics.page import KEEP_S, OTHER, Names, Page, Spec
 from relay.core.router import Router
-from relay.metrics.figures import MAX_CLUSTERS, SPECS, Labels, fill
+from relay.metrics.figures import MAX_CLUSTERS, MAX_PROGRAMS, SPECS, Labels, fill
 
 
 def shown(page: Page) -> Scraped:
@@ -111,3 +111,17 @@ def test_every_metric_has_help_and_its_unit_in_its_name() -> None:
 def test_a_metric_without_values_is_on_the_page() -> None:
     found = shown(Page([Spec("iris_x_total", "Nothing.", ("a",))]))
     assert found.names == {"iris_x_total"}
+
+
+def test_what_programs_report_is_summed_by_cause_and_by_program_with_limits() -> None:
+    programs = {f"p{n}": {"queue full": 2} for n in range(MAX_PROGRAMS + 9)}
+    troubles = {
+        "totals": {"queue full": 7, "handler failed": 1},
+        "programs": programs,
+        "latest": [],
+    }
+    found = page_of({**status(), "troubles": troubles})
+    assert found.sum("iris_relay_reported_total", cause="queue full") == 7
+    assert found.sum("iris_relay_reported_total", cause="handler failed") == 1
+    assert found.sum("iris_relay_program_reported_total", program="p0", cause="queue full") == 2
+    assert found.sum("iris_relay_program_reported_total", program=OTHER) == 18

@@ -20,6 +20,7 @@ import { StoreCalls } from "./stores.ts";
 import { Streams } from "./streams.ts";
 import { Subscription, Subscriptions, type SubscribeOptions } from "./subscriptions.ts";
 import { Survey } from "./survey.ts";
+import { Troubles } from "./troubles.ts";
 import { Tunnels, type Tunnel } from "./tunnel.ts";
 
 const MEMBER = /^[0-9a-f]{32}\.[1-9][0-9]{0,18}$/;
@@ -32,6 +33,8 @@ const MAX_PAUSE_MS = 1000;
 /** Sessions that an idempotent request is sent through. */
 const TRIES = 3;
 const BYE_MS = 5000;
+/** Cause of UNROUTED for a broadcast that nobody misses. */
+const NO_MEMBERS = "no members";
 const SILENCE_MS = 60_000;
 
 export interface ConnectOptions {
@@ -140,6 +143,9 @@ export class Client implements AsyncDisposable {
   readonly #bindings = new Set<Binding>();
   readonly #waiters = new Set<() => void>();
   readonly #stop = new AbortController();
+  readonly #troubles = new Troubles((kind, make) => {
+    if (this.#parts && !this.#parts.session.ended) this.#parts.session.control(kind, make());
+  });
   #parts: Parts | null = null;
   /** Sessions that are open, among them those that move. */
   readonly #open = new Set<Parts>();
@@ -249,6 +255,7 @@ export class Client implements AsyncDisposable {
 
   #prepare(session: Session, url: string): Parts {
     const calls = new Calls(session, (name, error) => {
+      this.#troubles.count("not sent", name);
       this.#lost({ kind: "push", name, source: "", count: 1, cause: error.detail, error });
     });
     const serving = new Serving(session, this.#guard);
@@ -267,6 +274,7 @@ export class Client implements AsyncDisposable {
       const { kind, name, cause, alias } = fields;
       const count = alias === undefined ? Number(fields.count) : session.aliasRefused(fields);
       if (alias !== undefined && (!count || (kind !== Kind.PUBLISH && kind !== Kind.BROADCAST))) return; // calls get FAIL
+      if (cause !== NO_MEMBERS && fields.others === undefined) this.#troubles.count("not sent", name as string, count);
       const what = kind === Kind.PUBLISH ? "publish" : "broadcast";
       this.#lost({ kind: what, name: name as string, source: "", count, cause: cause as string });
     });
@@ -431,6 +439,7 @@ export class Client implements AsyncDisposable {
       casts.flush();
       await Promise.all([left, serving.leaveAll()]);
       await serving.idle();
+      this.#troubles.flush();
       await session.outbox.drained();
       const ended = new Promise<void>((resolve) => session.onEnd(() => resolve()));
       session.bye("client closed");
@@ -442,6 +451,7 @@ export class Client implements AsyncDisposable {
       if (!open.some(({ session }) => session.ended)) throw error;
     } finally {
       this.#closed = true;
+      this.#troubles.end();
       this.#subscriptions.endAll();
       this.#stop.abort();
       for (const { session } of open) session.end(new Closed("the client was closed"));
@@ -587,7 +597,7 @@ export class Client implements AsyncDisposable {
   /** Subscribe to the topics that match `filter`. Await `ready` of the subscription before you cause publications. */
   subscribe(filter: string, options: SubscribeOptions = {}): Subscription {
     if (this.#closed) throw new Closed("the client was closed");
-    const subscription = new Subscription(filter, options, async (closed) => {
+    const subscription = new Subscription(filter, options, this.#troubles, async (closed) => {
       if (!closed.group) this.#subscriptions.remove(closed);
       const parts = this.#parts;
       try {
@@ -606,7 +616,7 @@ export class Client implements AsyncDisposable {
   /** Serve a service until its binding is closed. Returns when the relays know the member. */
   async serve(service: Service, onGap?: (lost: Lost) => void): Promise<Binding> {
     if (!service.kinds.length) throw new ConfigError(`the service ${service.name} has no handlers`);
-    const binding = new Binding(service, this.keyring, async (closed) => {
+    const binding = new Binding(service, this.keyring, this.#troubles, async (closed) => {
       this.#bindings.delete(closed);
       for (const { serving, session } of this.#open) {
         await serving.leave(closed).catch((error: unknown) => {

@@ -12,7 +12,7 @@ export const Kind = {
   LEAVE: 0x0a, SUBSCRIBE: 0x0b, UNSUBSCRIBE: 0x0c, CREDIT: 0x0d, GAP: 0x0e, FAIL: 0x0f, ROSTER: 0x10, DONE: 0x11,
   MEMBERS: 0x12, MEMBERSHIP: 0x13, UNWATCH: 0x14, STATUS: 0x15, REPORT: 0x16, PING: 0x17, PONG: 0x18, GRANT: 0x19,
   SETTLE: 0x1a, TOPIC: 0x1b, AUDIENCE: 0x1c, CALLER_LEFT: 0x1d, SHARE: 0x1e, WAIT: 0x1f, BEAT: 0x21, WINDOW: 0x27,
-  DIRECT: 0x28, PAIR: 0x29, FETCH: 0x2a, CARRIED: 0x2b, UNROUTED: 0x2c, TICKET: 0x2d,
+  DIRECT: 0x28, PAIR: 0x29, FETCH: 0x2a, CARRIED: 0x2b, UNROUTED: 0x2c, TICKET: 0x2d, TROUBLE: 0x2f,
   REQUEST: 0x40, REPLY: 0x41, FAULT: 0x42, PUSH: 0x43, SURVEY: 0x44, ANSWER: 0x45, BROADCAST: 0x46, PUBLISH: 0x47,
   TUNNEL_OPEN: 0x48, TUNNEL_ACCEPT: 0x49, TUNNEL_DATA: 0x4a, TUNNEL_END: 0x4b, STREAM: 0x4c, STREAM_REPLY: 0x4d,
   CALLS: 0x4e, ANSWERS: 0x4f,
@@ -109,6 +109,7 @@ const FIELDS: Readonly<Record<number, readonly Field[]>> = {
   [Kind.CARRIED]: [
     ["sent_records", "int"], ["sent_bytes", "int"], ["received_records", "int"], ["received_bytes", "int"],
   ],
+  [Kind.TROUBLE]: [["entries", "list"]],
   [Kind.TICKET]: [["id", "int"], ["ticket", "str"]],
   [Kind.UNROUTED]: [
     ["kind", "int"], ["name", "str"], ["key_id", "bin16"], ["count", "int"], ["cause", "str"],

@@ -8,6 +8,7 @@ import { Message, type Lost } from "./messages.ts";
 import { checkMethod, checkName } from "./names.ts";
 import { notify } from "./notify.ts";
 import type { Declared } from "./session.ts";
+import type { Troubles } from "./troubles.ts";
 import type { Tunnel } from "./tunnel.ts";
 
 /** A message for a handler. */
@@ -172,11 +173,13 @@ export class Binding implements AsyncDisposable {
   since = Infinity;
   readonly lanes = new Map<number, Lane>();
   readonly startedUs = monotonicUs();
+  readonly troubles: Troubles;
   readonly #close: (binding: Binding) => Promise<void>;
 
   /** Made by `Client.serve`. */
-  constructor(service: Service, keyring: Keyring, close: (binding: Binding) => Promise<void>) {
+  constructor(service: Service, keyring: Keyring, troubles: Troubles, close: (binding: Binding) => Promise<void>) {
     this.service = service;
+    this.troubles = troubles;
     this.keys = keyring.clusterKeys(service.name);
     this.#close = close;
     for (const kind of service.kinds) this.lanes.set(kind, new Lane());
@@ -197,7 +200,9 @@ export class Binding implements AsyncDisposable {
   interrupted(cause: string): void {
     if (this.since === Infinity) return;
     this.since = Infinity;
-    if (this.onGap && this.lanes.has(Kind.BROADCAST)) {
+    if (!this.lanes.has(Kind.BROADCAST)) return;
+    this.troubles.count("uncounted", this.service.name);
+    if (this.onGap) {
       notify(this.onGap, { kind: "broadcast" as const, name: this.service.name, source: "", count: null, cause });
     }
   }

@@ -12,6 +12,7 @@ import { notify } from "./notify.ts";
 import { answersLine, type Opened } from "./sframe.ts";
 import { checkResult, IncomingMessage, type Binding, type Handler, type Job, type Lane } from "./service.ts";
 import type { Declared, Session } from "./session.ts";
+import type { Trouble } from "./troubles.ts";
 
 /** What a waiting message counts beside its body. */
 const QUEUED_EXTRA = 256;
@@ -213,11 +214,13 @@ export class Serving {
       else this.#reply(job, result);
     } catch (error) {
       if (kind === Kind.PUSH) {
+        binding.troubles.count("handler failed", message.name);
         console.error(`iris: the handler for pushes to ${message.name} raised`, error);
         this.#finish(job, false);
       } else if (error instanceof Refusal) {
         this.#fault(hop, declared, counter, error.message, true, error.code, error.details);
       } else {
+        binding.troubles.count("handler failed", message.name);
         const name = error instanceof Error ? error.name : "Error";
         this.#fault(hop, declared, counter, `${name}: ${error instanceof Error ? error.message : String(error)}`, true);
       }
@@ -377,7 +380,7 @@ export class Serving {
     for (const { payload, headers } of bundle.entries) {
       const size = payload.length + QUEUED_EXTRA;
       if (lane.bytes && lane.bytes + size > binding.service.limitBytes) {
-        this.#lost(binding, declared, 1, "the member is at capacity");
+        this.#lost(binding, declared, 1, "the member is at capacity", "queue full");
         continue;
       }
       lane.bytes += size;
@@ -399,6 +402,7 @@ export class Serving {
         try {
           checkResult(await handler(job.message.value, new IncomingMessage(job.message, new AbortController().signal)));
         } catch (error) {
+          binding.troubles.count("handler failed", job.message.name);
           console.error(`iris: the handler for broadcasts to ${job.message.name} raised`, error);
         }
       };
@@ -427,7 +431,11 @@ export class Serving {
     }
   }
 
-  #lost(binding: Binding, { name, senderHex }: { name: string; senderHex: string }, count: number | null, cause: string): void {
+  #lost(
+    binding: Binding, { name, senderHex }: { name: string; senderHex: string }, count: number | null, cause: string,
+    trouble: Trouble = count === null ? "uncounted" : "missing",
+  ): void {
+    binding.troubles.count(trouble, name, count ?? 1);
     binding.dropped.set(cause, (binding.dropped.get(cause) ?? 0) + (count ?? 1));
     if (binding.onGap) notify(binding.onGap, { kind: "broadcast" as const, name, source: senderHex, count, cause });
   }

@@ -12,6 +12,7 @@ import { checkFilter, groupName, matches } from "./names.ts";
 import { notify } from "./notify.ts";
 import { NO_LIMIT, type Declared, type Session } from "./session.ts";
 import type { Opened } from "./sframe.ts";
+import type { Trouble, Troubles } from "./troubles.ts";
 
 const UNKNOWN_COUNT = 2 ** 32 - 1;
 const QUEUE_BYTES = 8_388_608;
@@ -47,6 +48,7 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
   readonly #policy: Policy;
   readonly #limit: number;
   readonly #onGap: ((lost: Lost) => void) | undefined;
+  readonly #troubles: Troubles;
   readonly #close: (subscription: Subscription) => Promise<void>;
   readonly #stop: () => void;
   readonly #queue: Message[] = [];
@@ -61,7 +63,7 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
   #settleReady!: { resolve: () => void; reject: (error: unknown) => void };
 
   /** Made by `Client.subscribe`. */
-  constructor(filter: string, options: SubscribeOptions, close: (subscription: Subscription) => Promise<void>) {
+  constructor(filter: string, options: SubscribeOptions, troubles: Troubles, close: (subscription: Subscription) => Promise<void>) {
     const { policy = "drop-new", limitBytes = QUEUE_BYTES, onGap, signal } = options;
     checkFilter(filter);
     this.group = groupName(options.group);
@@ -72,6 +74,7 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
     this.#policy = policy;
     this.#limit = limitBytes;
     this.#onGap = onGap;
+    this.#troubles = troubles;
     this.#close = close;
     this.ready = new Promise((resolve, reject) => {
       this.#settleReady = { resolve, reject };
@@ -108,9 +111,14 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
   }
 
   /** Report a loss. */
-  gap(lost: Lost): void {
+  gap(lost: Lost, cause: Trouble = lost.count === null ? "uncounted" : "missing"): void {
     if (this.#ended) return;
+    this.#report(lost, cause);
+  }
+
+  #report(lost: Lost, cause: Trouble): void {
     this.lost += lost.count ?? 0;
+    this.#troubles.count(cause, this.filter, lost.count ?? 1);
     if (this.#onGap) notify(this.#onGap, lost);
   }
 
@@ -123,7 +131,7 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
       return false;
     }
     if (this.#policy === "drop-new") {
-      this.gap(lost(left));
+      this.gap(lost(left), "queue full");
       return false;
     }
     let dropped = 0;
@@ -131,7 +139,7 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
       this.#queuedBytes -= this.#queue.shift()!.payload.length + QUEUED_EXTRA;
       dropped++;
     }
-    this.gap(lost(dropped));
+    this.gap(lost(dropped), "queue full");
     return true;
   }
 
@@ -194,8 +202,7 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
       counts.set(key, [message, (counts.get(key)?.[1] ?? 0) + 1]);
     }
     for (const [{ name, source }, count] of counts.values()) {
-      this.lost += count;
-      if (this.#onGap) notify(this.#onGap, { kind: "publish", name, source, count, cause: "the subscription was closed" });
+      this.#report({ kind: "publish", name, source, count, cause: "the subscription was closed" }, "unread");
     }
   }
 

@@ -10,6 +10,7 @@ import { encodePayload, type Message } from "../src/messages.ts";
 import { Binding, Service } from "../src/service.ts";
 import { Serving } from "../src/serving.ts";
 import { HEX, JSON_OF } from "./document.ts";
+import { Troubles } from "../src/troubles.ts";
 import { End, KEY, KEYRING, settled } from "./pair.ts";
 
 const MEMBER = 7;
@@ -36,7 +37,7 @@ class World {
     world.member = await End.open((session) => {
       world.serving = new Serving(session, new Guard(() => 1));
     });
-    const joined = world.serving.join(new Binding(world.service, KEYRING, async () => undefined));
+    const joined = world.serving.join(new Binding(world.service, KEYRING, new Troubles(() => undefined), async () => undefined));
     world.member.acknowledge({ member: MEMBER });
     await settled();
     world.member.acknowledge();

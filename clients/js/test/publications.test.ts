@@ -8,6 +8,7 @@ import { Guard } from "../src/guard.ts";
 import type { Lost } from "../src/messages.ts";
 import { Subscription, Subscriptions, type SubscribeOptions } from "../src/subscriptions.ts";
 import { encodePayload } from "../src/messages.ts";
+import { Troubles } from "../src/troubles.ts";
 import { End, KEY, KEYRING, settled } from "./pair.ts";
 
 class World {
@@ -33,7 +34,7 @@ class World {
   }
 
   async subscribe(filter = "news", options: SubscribeOptions = {}): Promise<Subscription> {
-    const subscription = new Subscription(filter, { onGap: (lost) => this.gaps.push(lost), ...options }, () => this.closing());
+    const subscription = new Subscription(filter, { onGap: (lost) => this.gaps.push(lost), ...options }, new Troubles(() => undefined), () => this.closing());
     this.subscriptions.add(subscription);
     const registered = this.subscriptions.register(this.subscriber.session, subscription);
     this.subscriber.acknowledge();

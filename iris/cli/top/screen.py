@@ -208,11 +208,11 @@ def summary(network: Network) -> Line:
 def slow_lines(network: Network, most: int) -> list[str]:
     """Return a line for what is slow, what has been so for longest first."""
     found = [
-        f"slow: {each.name} on {each.host}{f' ({each.where})' if each.where else ''}: {'; '.join(each.why)}"
+        f"{each.kind} {each.name} on {each.host}{f' ({each.where})' if each.where else ''}: {'; '.join(each.why)}"
         for each in network.slow[:most]
     ]
     more = len(network.slow) - most
-    return [*found, f"slow: {more} more; see the view slow"] if more > 0 else found
+    return [*found, f"{more} more in the view slow"] if more > 0 else found
 
 
 def filtered(rows: Sequence[tuple[Cell, ...]], wanted: str) -> list[tuple[Cell, ...]]:

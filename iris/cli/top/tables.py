@@ -201,16 +201,19 @@ def sites(network: Network) -> Table:
 
 def programs(network: Network) -> Table:
     """Programs that are connected to the relays that are asked."""
+    slow = {(each.host, each.who) for each in network.slow if each.kind == "program"}
     rows = [
         (
-            _text(p.host), _text(p.label), _number(p.pid, lambda pid: f"{pid:.0f}"), _number(p.members), _number(p.subscriptions), _number(p.running),
-            _number(p.waiting), _number(p.tunnels), _number(p.held, style="warn", marked=True), _number(p.held_for_s, age, "warn", marked=True), _text(p.user),
+            _text(p.host), _text(p.label, "warn" if (p.host, p.called) in slow else ""), _number(p.pid, lambda pid: f"{pid:.0f}"), _number(p.members), _number(p.subscriptions), _number(p.running),
+            _number(p.waiting), _number(p.tunnels), _number(p.held, style="warn", marked=True), _number(p.held_for_s, age, "warn", marked=True),
+            _number(p.lost), _number(p.failed), _text(p.user),
         )
         for p in network.programs
     ]  # fmt: skip
     columns = (
         Column("HOST", left=True), Column("PROGRAM", left=True), Column("PID"), Column("MEMBERS", 2), Column("SUBS", 2), Column("RUN"),
-        Column("WAIT"), Column("TUNNELS", 3), Column("HELD"), Column("HELD FOR", 1), Column("USER", 4, left=True),
+        Column("WAIT"), Column("TUNNELS", 3), Column("HELD"), Column("HELD FOR", 4),
+        Column("LOST"), Column("FAILED", 1), Column("USER", 5, left=True),
     )  # fmt: skip
     empty = "no programs are shown: the relay runs as another user, or does not answer"
     return Table("programs", columns, rows, "HELD", empty, _left_out(network, "programs"))
@@ -271,7 +274,7 @@ def drops(network: Network) -> Table:
 
 
 def slow(network: Network) -> Table:
-    """What is slow, and why it is thought so."""
+    """What is slow, loses messages or fails, and why it is thought so."""
     rows = [
         (_text(s.kind), _text(s.name), _text(s.host), _text(s.where), _number(s.since_s, age), _text("; ".join(s.why), "warn"))
         for s in network.slow

@@ -317,8 +317,10 @@ const tables = {
       number("Waiting", "waiting", hidden, "its calls that wait for an answer"),
       number("Tunnels", "tunnels", hidden),
       number("Held", "held", hidden, "messages queued for it, because it does not read fast enough"),
+      number("Lost", "lost", hidden, "messages that it reports to have lost since it connected"),
+      number("Failed", "failed", hidden, "calls of its handlers that raised an exception"),
     ],
-    { key: (row) => row.key, state: (row) => (row.held_for_s > 0 ? "warn" : "") },
+    { key: (row) => row.key, state: (row) => (row.held_for_s > 0 || row.slow ? "warn" : "") },
   ),
   streams: new Table(
     "streams",
@@ -416,7 +418,7 @@ function dropRows(shown) {
   const known = programs(shown);
   return shown.drops.map((each) => {
     const id = each.where.replace(/^member /, "");
-    return { ...each, name: id === each.where ? each.where : `${known.get(id) || "member"} ${memberId(id)}` };
+    return { ...each, name: id === each.where ? each.where.replace(/^program /, "") : `${known.get(id) || "member"} ${memberId(id)}` };
   });
 }
 
@@ -492,7 +494,7 @@ function alerts(shown) {
     const where = each.where || (each.kind === "link" || each.kind === "program" ? "" : each.host);
     warn.push(`${each.kind} ${each.name}${where ? ` of ${where}` : ""}: ${each.why.join("; ")}`);
   }
-  for (const each of dropRows(shown)) if (each.rate > 0 && each.cause !== UNWANTED) warn.push(`${each.name} drops ${rate(each.rate)} messages a second: ${each.cause.replaceAll("_", " ")}`);
+  for (const each of dropRows(shown)) if (each.rate > 0 && each.cause !== UNWANTED && !each.where.startsWith("program ")) warn.push(`${each.name} drops ${rate(each.rate)} messages a second: ${each.cause.replaceAll("_", " ")}`);
   warn.push(...shown.problems);
   for (const [table, left] of Object.entries(shown.other)) warn.push(`${plural(left, "row")} of ${table} over the limit not shown`);
   const sentence = (text) => text[0].toUpperCase() + text.slice(1);
@@ -601,12 +603,13 @@ function draw() {
   if (!shown) return;
   const words = $("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
   const hosts = new Map(shown.relays.map((relay) => [relay.id, relay.host])); // a link that is lost does not name its other end
+  const failing = new Set(shown.slow.filter((each) => each.kind === "program").map((each) => `${each.host} ${each.who}`));
   const rows = {
     ...shown,
     links: shown.links.map((link) => ({ ...link, peer_host: link.peer_host || hosts.get(link.peer) || "" })),
     slow: slowRows(shown),
     drops: dropRows(shown),
-    programs: shown.programs.map((row) => ({ ...row, key: `${row.relay} ${row.session}` })),
+    programs: shown.programs.map((row) => ({ ...row, key: `${row.relay} ${row.session}`, slow: failing.has(`${row.host} ${row.label} (pid ${row.pid})`) })),
     consumers: shown.streams.flatMap((stream) => stream.consumers.map((each) => ({ ...each, stream: stream.name, uuid: stream.uuid, dead_letters: stream.dead_letters, key: `${stream.uuid} ${each.name}` }))),
     account: shown.relays.filter((relay) => relay.asked),
   };

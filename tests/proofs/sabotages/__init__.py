@@ -23,6 +23,7 @@ from proofs.sabotages import (
     routing,
     sites,
     streams,
+    troubles,
     turns,
     values,
     waiting,
@@ -53,4 +54,5 @@ SABOTAGES: tuple[Sabotage, ...] = (
     *processes.SABOTAGES,
     *kept.SABOTAGES,
     *values.SABOTAGES,
+    *troubles.SABOTAGES,
 )

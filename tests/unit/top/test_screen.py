@@ -94,7 +94,7 @@ def test_a_standard_terminal_shows_what_matters_most() -> None:
     for word in ("1 relay, 1 away", "8 members", "in 1,200/s", "CLUSTER", "HOST", "PROGRAM", "HANDLED/S", "P99", "QUEUE"):  # fmt: skip
         assert word in seen, word
     assert "relay /run/x: it does not answer" in seen
-    assert "slow: slow.py 42 on host2 (orders): p99 840 ms" in seen
+    assert "member slow.py 42 on host2 (orders): p99 840 ms" in seen
     assert seen.endswith(KEYS)
     assert "VERSION" not in seen
     assert "VERSION" in shown(Screen(), network(), 200)

@@ -230,15 +230,15 @@ def test_queues_that_grow_and_event_loops_that_are_held_up_are_reasons() -> None
             queued_bytes=3_100_000,
             loop_held=4,
             uptime_s=12.0,
-            dropped={"slow member": 6},
+            dropped={"expired": 6},
         ),
     )
     assert reasons(network, "member")[0].why == [
         "queue of 30 messages (3.1 MB), growing by 15 a second",
         "handlers held up the event loop 4 times in the last minute",
     ]
-    still = seen.members(said(queued=30, loop_held=4, uptime_s=14.0, dropped={"slow member": 10}))
-    assert "drops 2.0 a second: slow member" in reasons(still, "member")[0].why
+    still = seen.members(said(queued=30, loop_held=4, uptime_s=14.0, dropped={"expired": 10}))
+    assert "drops 2.0 a second: expired" in reasons(still, "member")[0].why
     for _ in range(6):
         still = seen.members(said(queued=30, uptime_s=14.0))
     assert reasons(still, "member")[0].why == ["queue of 30 messages, not empty for 14 s"]
@@ -261,6 +261,82 @@ def test_programs_that_do_not_read_are_slow() -> None:
         "12 messages dropped, the last 3 s ago; topics: a.b",
         "9 messages queued in the relay for 6 s, because it does not read fast enough",
     ]
+
+
+def trouble(cause: str = "queue full", count: int = 5, last_s: float = 1.0, **more: Any) -> dict[str, Any]:  # fmt: skip
+    return {
+        "session": 1, "label": "web", "pid": 7, "user": "uid 1", "address": "", "cause": cause, "count": count,
+        "names": {"t.a": count}, "since_s": last_s, "last_s": last_s, **more,
+    }  # fmt: skip
+
+
+def test_what_a_program_reports_to_its_relay_needs_attention_for_a_minute() -> None:
+    seen = Seen()
+    rows = [trouble(count=58_676), trouble("handler failed", 20), trouble("uncounted", 3)]
+    network = seen.look(report(sessions=[session()], troubles={"latest": rows}))
+    (slow,) = reasons(network, "program")
+    assert (slow.who, slow.host) == ("web (pid 7)", "one")
+    assert slow.why == [
+        "lost 58,676 messages of t.a: its own queue was full; the last 1 s ago",
+        "20 calls of t.a failed: a handler raised an exception; the last 1 s ago",
+    ]
+    (program,) = network.programs
+    assert (program.lost, program.failed) == (58_676, 20)
+    (drop,) = network.drops
+    assert (drop.where, drop.cause, drop.total) == (
+        "program web (pid 7)",
+        "queue full: t.a",
+        58_676,
+    )
+    assert len(network.troubles) == 3
+    late = seen.look(report(sessions=[session()], troubles={"latest": [trouble(last_s=61.0)]}))
+    assert reasons(late, "program") == []
+    assert late.programs[0].lost == 5
+
+
+def test_a_relay_that_stopped_makes_no_program_need_attention() -> None:
+    rows = [trouble("uncounted", 3)]
+    network = Seen().look(report(sessions=[session()], troubles={"latest": rows}))
+    assert reasons(network, "program") == []
+    assert (network.programs[0].lost, network.programs[0].failed) == (0, 0)
+
+
+def test_a_program_that_has_ended_is_still_named_with_what_it_lost() -> None:
+    network = Seen().look(report(troubles={"latest": [trouble()]}))
+    assert [slow.who for slow in reasons(network, "program")] == ["web (pid 7)"]
+
+
+def test_what_a_member_has_reported_to_a_relay_that_was_asked_is_shown_once() -> None:
+    failing = [HandlerInfo("request", "place", "place", counted=True, handled=90, failed=10)]
+    before = [HandlerInfo("request", "place", "place", counted=True)]
+    seen = Seen()
+    seen.members(said(handlers=before, dropped={"slow member": 2}))
+    network = seen.members(said(handlers=failing, dropped={"slow member": 9}, uptime_s=12.0))
+    assert reasons(network, "member") == []
+    assert network.drops == []
+    assert network.clusters[0].members[0].failed_rate == 5.0
+
+
+def test_a_member_that_fails_at_a_relay_that_was_not_asked_needs_attention() -> None:
+    seen = Seen()
+
+    def look(failed: int, handled: int, uptime_s: float) -> Network:
+        handlers = [
+            HandlerInfo("request", "", "place", counted=True, handled=handled, failed=failed)
+        ]
+        answer = said(handlers=handlers, uptime_s=uptime_s, dropped={"slow member": failed})
+        there = info(1, THEIRS)
+        clusters = {"orders": ClusterAnswer([there], answers={there.member: answer})}
+        return seen.look(report(links=[link()]), clusters=clusters)
+
+    look(0, 0, 10.0)
+    network = look(20, 180, 12.0)
+    (slow,) = reasons(network, "member")
+    assert slow.why == [
+        "10% of its calls fail (10 a second): a handler raises an exception",
+        "drops 10 a second: slow member",
+    ]
+    assert [drop.cause for drop in network.drops] == ["slow member"]
 
 
 # -- streams ---------------------------------------------------------------------------------------------------
@@ -336,6 +412,7 @@ def test_tables_are_bounded_and_say_how_much_is_left_out() -> None:
             links=[link(f"{n:032x}") for n in range(many)],
             sessions=[session(n) for n in range(many)],
             accounts={"dropped": {f"cause {n}": 1 for n in range(many)}},
+            troubles={"latest": [trouble("missing", session=n) for n in range(many)]},
         ),
         clusters={"orders": ClusterAnswer(infos, answers={i.member: said() for i in infos})},
         streams=[
@@ -348,6 +425,7 @@ def test_tables_are_bounded_and_say_how_much_is_left_out() -> None:
         "relays": (len(network.relays), limits.MAX_RELAYS, many + 1),
         "programs": (len(network.programs), limits.MAX_PROGRAMS, many),
         "streams": (len(network.streams), limits.MAX_STREAMS, many),
+        "troubles": (len(network.troubles), limits.MAX_TROUBLES, many),
         "drops": (len(network.drops), limits.MAX_DROPS, many),
     }
     for table, (shown, limit, every) in sizes.items():
@@ -365,6 +443,7 @@ def test_names_of_others_cannot_control_a_terminal() -> None:
         report(
             host=HOSTILE, clusters={HOSTILE: {HOSTILE: 1}}, links=[link(label=HOSTILE, address=HOSTILE)],
             sessions=[session(label=HOSTILE, user=HOSTILE)], accounts={"dropped": {HOSTILE: 1}},
+            troubles={"latest": [trouble(HOSTILE, label=HOSTILE, names={HOSTILE: 1})]},
             sites=[{"site": HOSTILE, "ways": [], "rtt_us": 1, "cost_ms": 0, "clusters": 0, "topics": 0}],
         ),
         clusters={

@@ -78,6 +78,7 @@ EXAMPLES: list[Control] = [
     frames.Pair(6, KEY_ID),
     frames.Fetch(KEY_ID),
     frames.Carried(1, 1 << 40, 2, 1 << 41),
+    frames.Trouble([frames.TroubleEntry("queue full", 3, {"t.>": 2})]),
     frames.Unrouted(int(Kind.BROADCAST), "db", bytes(16), 3, "no members"),
     frames.Settle(10),
     frames.Topic(11, "a.b", KEY_ID, True),
