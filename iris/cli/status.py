@@ -160,7 +160,7 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
     if direct.get("made"):
         console.print(f"\n{_direct(direct)}", markup=False)
     console.print(
-        f"\nmessages: {accounts['in']} in, {accounts['copied']} copied, {accounts['out']} out, {accounts['refused']} refused, "
+        f"\nmessages: {accounts['in']} in, {accounts['copied']} copied, {accounts['out']} out, {accounts['unwanted']} unwanted, {accounts['refused']} refused, "
         f"{accounts['expired']} expired, {accounts['held']} held; dropped: {dropped or 'none'}",
         markup=False,
     )

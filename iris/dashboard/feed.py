@@ -16,8 +16,6 @@ from iris.web.sending import event
 
 BEAT_S: Final = 2.0
 """Longest silence of a stream of events."""
-UNWANTED: Final = "unwanted"
-"""Cause of the drop of a publication without subscribers."""
 POINTS: Final = 180
 """States whose figures are kept for the lines of the page."""
 
@@ -69,19 +67,13 @@ class Feed:
 
 
 def figures(network: Network) -> list[float | None]:
-    """Return the figures of which a page draws lines.
+    """Return the figures of which a page draws lines, each a second.
 
-    They are messages in and out, calls handled, messages refused, and messages dropped, each a second: sums over the
-    relays that answer, or over the members of clusters. They are None before there are rates. Publications that nobody
-    subscribes to do not count as dropped, because nobody misses them.
+    They are messages in and out, calls handled, messages refused, dropped, and unwanted. They are None before there are
+    rates.
     """
-    relays = network.relays
-    if all(relay.in_rate is None for relay in relays):
-        return [None] * 5
+    totals = network.totals
     return [
-        sum(relay.in_rate or 0 for relay in relays),
-        sum(relay.out_rate or 0 for relay in relays),
-        sum(cluster.handled_rate or 0 for cluster in network.clusters),
-        sum(relay.refused_rate or 0 for relay in relays),
-        sum(drop.rate or 0 for drop in network.drops if drop.cause != UNWANTED),
-    ]
+        totals.in_rate, totals.out_rate, totals.handled_rate, totals.refused_rate, totals.dropped_rate,
+        totals.unwanted_rate,
+    ]  # fmt: skip

@@ -16,6 +16,8 @@ from iris.watch.sample import ClusterAnswer, MemberAnswer, number, sentence, tex
 from iris.wire.frames import MemberInfo
 from iris.wire.kinds import Kind
 
+UNWANTED: Final = "unwanted"
+"""Cause that is no fault: nobody in the process wants the message any more."""
 MAX_CAUSES: Final = 16
 """Causes of drops that are taken from one member."""
 OUTCOMES: Final = ("handled", "failed", "refused", "expired")
@@ -100,6 +102,8 @@ class ClusterReader:
         }  # fmt: skip
         dropped = {}
         for cause, count in list(said.dropped.items())[:MAX_CAUSES]:
+            if cause == UNWANTED:
+                continue
             rate = history.rate(("dropped", member, cause), whole(count), age_s)
             dropped[text(cause)] = rate or 0.0
             if cause in CAUSES and relays.hears(info.relay):

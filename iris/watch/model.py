@@ -8,9 +8,9 @@ from typing import Any, Final, TypeVar
 from iris.watch import network as limits
 from iris.watch.clusters import ClusterReader
 from iris.watch.flows import StreamReader
-from iris.watch.history import History
+from iris.watch.history import History, summed
 from iris.watch.judging import Judge
-from iris.watch.network import Cluster, Network
+from iris.watch.network import Cluster, Drop, Network, Relay, Totals
 from iris.watch.relays import RelayReader
 from iris.watch.sample import Sample, sentence
 
@@ -49,8 +49,9 @@ class Model:
             return sorted(rows, key=name)
 
         drops = [drop for drop in relays.drops + clusters.drops if drop.total]
+        totals = _totals([*relays.relays.values()], clusters.clusters, drops)
         return Network(
-            serial=self._serial, time_us=sample.time_us, interval_s=interval_s,
+            totals=totals, serial=self._serial, time_us=sample.time_us, interval_s=interval_s,
             relays=first("relays", [*relays.relays.values()], limits.MAX_RELAYS, lambda r: (r.asked, r.state != "up"), lambda r: (not r.asked, r.host, r.id)),
             links=first("links", relays.links, limits.MAX_LINKS, lambda li: (li.state != "up", li.queued_bytes, li.rtt_ms or 0), lambda li: (li.relay_host, li.peer_host, li.peer)),
             sites=first("sites", [*relays.sites.values()], limits.MAX_SITES, lambda s: (s.own, s.state != "up"), lambda s: (not s.own, s.name)),
@@ -63,6 +64,19 @@ class Model:
             problems=[sentence(each) for each in [*sample.problems, *relays.problems]][:MAX_PROBLEMS],
             other=other,
         )  # fmt: skip
+
+
+def _totals(relays: list[Relay], clusters: list[Cluster], drops: list[Drop]) -> Totals:
+    rates = {
+        f"{word}_rate": summed(getattr(relay, f"{word}_rate") for relay in relays)
+        for word in ("in", "out", "refused", "unwanted")
+    }
+    known = rates["in_rate"] is not None
+    return Totals(
+        **rates,
+        dropped_rate=summed(drop.rate for drop in drops) or 0.0 if known else None,
+        handled_rate=summed(cluster.handled_rate for cluster in clusters) or 0.0 if known else None,
+    )
 
 
 def _weight(cluster: Cluster) -> tuple[bool, int, float]:

@@ -55,13 +55,15 @@ class Relay(Struct, frozen=True, kw_only=True):
     """Whether it gave totals only, because it runs as another user or was asked over TLS."""
     uptime_s: float | None = None
     in_rate: float | None = None
-    """Messages that it received; the following are those that it sent, refused, dropped, and that expired."""
+    """Messages that it received; the following are those that it sent, that nobody wanted, that it refused and dropped,
+    and that expired."""
     out_rate: float | None = None
+    unwanted_rate: float | None = None
     refused_rate: float | None = None
     dropped_rate: float | None = None
     expired_rate: float | None = None
     account: dict[str, int] = {}
-    """Its account of messages since it started: in, copied, out, refused, dropped, expired and held."""
+    """Its account of messages since it started: in, copied, out, unwanted, refused, dropped, expired and held."""
     held: int | None = None
     """Messages that wait in it."""
     queued_bytes: int | None = None
@@ -326,6 +328,21 @@ class Slow(Struct, frozen=True, kw_only=True):
     """For how long this has been so in every sample."""
 
 
+class Totals(Struct, frozen=True, kw_only=True):
+    """Sums over everything that is known, also what tables leave out. A viewer shows these and adds up nothing."""
+
+    in_rate: float | None = None
+    """Messages that the relays that were asked received; the following are those that they sent and refused."""
+    out_rate: float | None = None
+    refused_rate: float | None = None
+    dropped_rate: float | None = None
+    """Messages in `Network.drops`, at relays and in programs."""
+    unwanted_rate: float | None = None
+    """Publications and broadcasts that nobody subscribes to, or no member receives. This is no fault."""
+    handled_rate: float | None = None
+    """Calls that members of clusters handled."""
+
+
 class Network(Struct, frozen=True, kw_only=True):
     """Everything that one watch knows at one time."""
 
@@ -335,6 +352,7 @@ class Network(Struct, frozen=True, kw_only=True):
     """Wall clock in µs since 1970, to be shown."""
     interval_s: float
     """Seconds between the two samples; 0.0 in the first."""
+    totals: Totals = Totals()
     relays: list[Relay] = []
     links: list[Link] = []
     sites: list[Site] = []

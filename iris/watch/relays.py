@@ -10,7 +10,7 @@ from iris.watch.history import History
 from iris.watch.network import MAX_RELAYS, Drop, Link, Program, Relay, Site, Trouble, called
 from iris.watch.sample import RelayAnswer, number, sentence, text, whole
 
-RATES: Final = ("in", "out", "refused", "expired")
+RATES: Final = ("in", "out", "unwanted", "refused", "expired")
 MAX_NAMES: Final = 16
 """Names that are taken from one row of troubles."""
 UNSEEN: Final = ("queue full", "unread")
@@ -130,8 +130,8 @@ class RelayReader:
             id=text(relay_id), host=text(report.get("host") or answer.host), site=text(report.get("site", "")),
             address=text(answer.address), state="draining" if report["draining"] else "up", asked=True,
             limited="limited" in report, uptime_s=up_s, in_rate=rates["in"], out_rate=rates["out"],
-            refused_rate=rates["refused"], expired_rate=rates["expired"],
-            account={word: whole(account[word]) for word in ("in", "copied", "out", "refused", "expired", "held")} | {"dropped": dropped},
+            unwanted_rate=rates["unwanted"], refused_rate=rates["refused"], expired_rate=rates["expired"],
+            account={word: whole(account[word]) for word in ("in", "copied", "out", "unwanted", "refused", "expired", "held")} | {"dropped": dropped},
             dropped_rate=self._history.rate(("relay", relay_id, "dropped"), dropped, up_s),
             held=whole(account["held"]),
             queued_bytes=whole(queues["bytes"]) if queues else None,

@@ -115,7 +115,10 @@ class Casts:
         accounts = self._accounts
         targets = self._choose(route) if route.groups else route.many
         if not targets:
-            accounts.drop("not allowed" if route.barred else "unwanted", count)
+            if route.barred:
+                accounts.drop("not allowed", count)
+            else:
+                accounts.unwanted += count
             self._nobody(route, count)
             return
         accounts.copied += count * (len(targets) - 1)

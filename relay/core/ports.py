@@ -98,19 +98,20 @@ GONE: Final[Port] = Gone()
 
 
 class Accounts:
-    """Where messages went: in + copied = out + refused + dropped + expired + held, always.
+    """Where messages went: in + copied = out + unwanted + refused + dropped + expired + held, always.
 
-    A fan-out to n ports adds n - 1 to `copied`; a cast that nobody wants is dropped as "unwanted". `out`
+    A fan-out to n ports adds n - 1 to `copied`; a cast that nobody wants is `unwanted`, which is no fault. `out`
     counts what a port accepted; what it still has queued is `held`, and what it had queued when it closed
     is dropped as "session lost".
     """
 
-    __slots__ = ("copied", "dropped", "expired", "in_", "out", "refused")
+    __slots__ = ("copied", "dropped", "expired", "in_", "out", "refused", "unwanted")
 
     def __init__(self) -> None:
         self.in_ = 0
         self.copied = 0
         self.out = 0
+        self.unwanted = 0
         self.refused = 0
         self.expired = 0
         self.dropped: dict[str, int] = {}
@@ -126,6 +127,7 @@ class Accounts:
             "in": self.in_,
             "copied": self.copied,
             "out": self.out - held,
+            "unwanted": self.unwanted,
             "refused": self.refused,
             "expired": self.expired,
             "dropped": dict(self.dropped),
@@ -138,6 +140,7 @@ class Accounts:
             self.in_
             + self.copied
             - self.out
+            - self.unwanted
             - self.refused
             - self.expired
             - sum(self.dropped.values())

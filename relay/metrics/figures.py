@@ -23,7 +23,7 @@ MAX_WORDS: Final = 64
 MAX_RULES: Final = 256
 """Limit of rates and of rules of export and import, which the operator chooses."""
 
-ACCOUNT: Final = ("in", "copied", "out", "refused", "expired")
+ACCOUNT: Final = ("in", "copied", "out", "unwanted", "refused", "expired")
 
 SPECS: Final = (
     Spec("iris_relay_up", "1 if the relay answered, else 0; then there are no other metrics of it."),
@@ -33,8 +33,9 @@ SPECS: Final = (
     Spec("iris_relay_messages_in_total", "Messages received from programs, linked relays and gateways."),
     Spec("iris_relay_messages_copied_total", "Messages added because they go to several receivers."),
     Spec("iris_relay_messages_out_total", "Messages written to the connections of receivers."),
+    Spec("iris_relay_messages_unwanted_total", "Publications and broadcasts that nobody subscribes to, or no member receives. This is no fault."),
     Spec("iris_relay_messages_refused_total", "Calls that the relay ended with an error, which their sender got."),
-    Spec("iris_relay_messages_dropped_total", "Messages discarded, by cause.", ("cause",)),
+    Spec("iris_relay_messages_dropped_total", "Messages lost at the relay, by cause.", ("cause",)),
     Spec("iris_relay_messages_expired_total", "Calls whose deadline passed before a member started them."),
     Spec("iris_relay_messages_held", "Messages that wait in the relay now."),
     Spec("iris_relay_queued_bytes", "Bytes in all queues of the relay."),

@@ -236,7 +236,7 @@ async def neighbours(relay: Path) -> AsyncIterator[Neighbours]:
 def unaccounted(status: dict[str, Any]) -> int:
     """Return the number of messages that the relay's account does not explain, which should be 0."""
     account = status["accounts"]
-    leaving = [account[name] for name in ("out", "refused", "expired", "held")]
+    leaving = [account[name] for name in ("out", "unwanted", "refused", "expired", "held")]
     return account["in"] + account["copied"] - sum(leaving) - sum(account["dropped"].values())  # type: ignore[no-any-return]  # JSON
 
 

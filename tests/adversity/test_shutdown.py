@@ -273,7 +273,7 @@ async def test_a_relay_stops_while_its_clients_come_and_go(daemon: Daemon) -> No
     assert left_behind(daemon) == ["relay.sock.lock"]
     stopped = next(line for line in daemon.lines() if line["event"] == "relay.stopped")
     account = stopped["account"]
-    leaving = account["out"] + account["refused"] + account["expired"] + account["held"]
+    leaving = sum(account[each] for each in ("out", "unwanted", "refused", "expired", "held"))
     assert account["in"] + account["copied"] == leaving + sum(account["dropped"].values())
     assert not [line for line in daemon.lines() if "traceback" in line]
 

@@ -237,7 +237,7 @@ class Relay:
 
         wait_until(quiet, f"the relay of {self.name} holds nothing")
         account = seen[0]["accounts"]
-        leaving = [account[name] for name in ("out", "refused", "expired", "held")]
+        leaving = [account[name] for name in ("out", "unwanted", "refused", "expired", "held")]
         balance = (
             account["in"] + account["copied"] - sum(leaving) - sum(account["dropped"].values())
         )

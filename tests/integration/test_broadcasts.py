@@ -76,7 +76,7 @@ async def test_a_broadcast_to_nobody_is_not_an_error() -> None:
     async with LocalCluster() as cluster, cluster.client() as client:
         await client.broadcast("all", b"x")
         await client.flush()
-        assert (await client.status())["accounts"]["dropped"] == {"unwanted": 1}
+        assert (await client.status())["accounts"]["unwanted"] == 1
 
 
 async def test_a_handler_that_fails_does_not_stop_the_next_broadcast() -> None:

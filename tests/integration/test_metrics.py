@@ -77,7 +77,7 @@ async def test_the_account_on_the_pages_of_a_network_is_complete(site: Site) -> 
         assert page.sum("iris_relay_links") == 1
         (host,) = page.labels("iris_relay_link_rtt_seconds", "host")
         assert page.sum("iris_relay_link_frames_total", host=host, direction="in") > 0
-    assert pages[0].sum("iris_relay_messages_dropped_total", cause="unwanted") == 20
+    assert pages[0].sum("iris_relay_messages_unwanted_total") == 20
     assert pages[1].sum("iris_relay_messages_refused_total") == 1
     assert pages[0].sum("iris_relay_cluster_members", cluster="echo") == 1
 

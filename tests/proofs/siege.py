@@ -328,7 +328,7 @@ def outcomes(outcome: Outcome) -> list[str]:
 def _counts(status: Result) -> Counter[str]:
     account = status["accounts"]
     counts = Counter({f"dropped: {why}": n for why, n in account["dropped"].items()})
-    counts.update({name: account[name] for name in ("in", "refused", "expired")})
+    counts.update({name: account[name] for name in ("in", "unwanted", "refused", "expired")})
     refused = [status["web"]["refused"], status["sessions_refused"]]
     counts["broken rules"] = status["protocol_errors"] + sum(sum(why.values()) for why in refused)
     return counts

@@ -42,11 +42,12 @@ def bye(host: Host) -> None:
     host.speak()
 
 
-def check(net: Network, dropped: dict[str, int] | None = None) -> None:
-    """Check that nothing is left of the leavers, and what the relays dropped."""
+def check(net: Network, dropped: dict[str, int] | None = None, unwanted: int = 0) -> None:
+    """Check that nothing is left of the leavers, what the relays dropped, and what nobody wanted."""
     net.check()
     assert [len(router._casts.leavers) for router in net.routers] == [0] * len(net.routers)
     assert {c: n for r in net.routers for c, n in r.accounts.dropped.items()} == (dropped or {})
+    assert sum(router.accounts.unwanted for router in net.routers) == unwanted
 
 
 def test_what_was_on_its_way_reaches_the_last_member_of_a_relay_before_its_answer() -> None:
@@ -60,7 +61,7 @@ def test_what_was_on_its_way_reaches_the_last_member_of_a_relay_before_its_answe
     publish(publisher, b"third")
     net.run()
     assert inbox.payloads == [b"first", b"second"]
-    check(net, {"unwanted": 1})
+    check(net, unwanted=1)
 
 
 def test_what_was_on_its_way_reaches_another_member_of_the_relay() -> None:
@@ -176,7 +177,7 @@ def test_a_member_that_is_lost_while_it_leaves_leaves_nothing_behind() -> None:
     net.run()
     assert inbox.payloads == [b"first"]
     assert net.routers[1].quotas.subscriptions.total == 0
-    check(net, {"unwanted": 1})
+    check(net, unwanted=1)
 
 
 def test_only_so_many_of_a_session_are_being_left_at_once(

@@ -136,7 +136,7 @@ def dev_relay(root: Path, *arguments: str) -> Iterator[Path]:
     dropped = sum(account["dropped"].values())
     assert (
         account["in"] + account["copied"]
-        == account["out"] + account["refused"] + account["expired"] + dropped
+        == account["out"] + account["unwanted"] + account["refused"] + account["expired"] + dropped
     )
 
 

@@ -52,7 +52,7 @@ class Scraped:
     def account(self) -> float:
         """Return what is unaccounted for, by the formula of docs/monitoring.md."""
         return self._signed(("in", "copied"), "_total") - (
-            self._signed(("out", "refused", "dropped", "expired"), "_total") + self._signed(("held",), "")
+            self._signed(("out", "unwanted", "refused", "dropped", "expired"), "_total") + self._signed(("held",), "")
         )  # fmt: skip
 
     def _signed(self, words: Iterable[str], end: str) -> float:

@@ -12,7 +12,7 @@ import typer
 from iris.cli.status import _print_tables, status
 
 ACCOUNTS: dict[str, Any] = {
-    "in": 0, "copied": 0, "out": 0, "refused": 0, "expired": 0, "held": 0, "dropped": {},
+    "in": 0, "copied": 0, "out": 0, "unwanted": 0, "refused": 0, "expired": 0, "held": 0, "dropped": {},
 }  # fmt: skip
 
 
@@ -32,6 +32,13 @@ def text(capsys: pytest.CaptureFixture[str], **report: Any) -> str:
 def test_the_first_line_says_how_long_the_relay_is_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert text(capsys, draining=True).startswith("relay ab up 0 min 0 s, draining messages:")
     assert "relay ab process 7, up 1 h 1 min messages:" in text(capsys, pid=7, uptime_s=3660.0)
+
+
+def test_what_nobody_wants_is_no_drop(capsys: pytest.CaptureFixture[str]) -> None:
+    said = text(capsys, accounts={**ACCOUNTS, "in": 29, "unwanted": 29})
+    assert (
+        "29 in, 0 copied, 0 out, 29 unwanted, 0 refused, 0 expired, 0 held; dropped: none" in said
+    )
 
 
 def test_counts_have_their_number(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,6 @@ from typing import Final
 from iris.cli.top.figures import count, cut, padded, per_second, width
 from iris.cli.top.tables import VIEWS, Cell, Column, Table
 from iris.watch import Network
-from iris.watch.history import summed
 from iris.wire.names import plural
 
 Span = tuple[str, str]
@@ -182,11 +181,10 @@ class Screen:
 
 def summary(network: Network) -> Line:
     """Return the line of sums."""
-    asked = [relay for relay in network.relays if relay.asked]
     away = sum(relay.state == "away" for relay in network.relays)
     up = len(network.relays) - away
     rates = {
-        word: summed(getattr(relay, f"{word}_rate") for relay in asked)
+        word: getattr(network.totals, f"{word}_rate")
         for word in ("in", "out", "dropped", "refused")
     }
     at = datetime.fromtimestamp(network.time_us / 1e6)  # noqa: DTZ006 - a person's clock
@@ -196,12 +194,14 @@ def summary(network: Network) -> Line:
     total = sum(cluster.total for cluster in network.clusters)
     line.append((f"  {plural(total, 'member')}", ""))
     for word, rate in rates.items():
-        bad = word in ("dropped", "refused") and bool(rate)
+        style = "bad" if rate and word in ("dropped", "refused") else ""
         shown = "-" if rate is None else per_second(rate)
-        line += [("  ", ""), (f"{word} {shown}/s", "bad" if bad else "")]
+        line += [("  ", ""), (f"{word} {shown}/s", style)]
     lag = max((stream.lag for stream in network.streams), default=0)
     if lag:
         line.append((f"  lag {count(lag)}", "warn"))
+    if unwanted := network.totals.unwanted_rate:
+        line.append((f"  unwanted {per_second(unwanted)}/s", "dim"))
     return line
 
 

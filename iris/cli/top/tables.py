@@ -144,14 +144,14 @@ def relays(network: Network) -> Table:
     """Relays: those that are asked with their totals, others by their links."""
     rows = [
         (
-            _host(r.host, r.id), _state(r.state), _number(r.uptime_s, age), _rate(r.in_rate), _rate(r.out_rate), _bad_rate(r.dropped_rate),
+            _host(r.host, r.id), _state(r.state), _number(r.uptime_s, age), _rate(r.in_rate), _rate(r.out_rate), _number(r.unwanted_rate, per_second, "dim"), _bad_rate(r.dropped_rate),
             _bad_rate(r.refused_rate), _bad_rate(r.expired_rate), _number(r.held, style="warn", marked=True), _number(r.queued_bytes, size),
             _number(r.sessions), _number(r.links), _text(r.site), _text(r.id[:8]), _text(r.error or r.address, "bad" if r.error else "dim"),
         )
         for r in network.relays
     ]  # fmt: skip
     columns = (
-        Column("HOST", left=True), Column("STATE", left=True), Column("UP", 2), Column("IN/S"), Column("OUT/S"), Column("DROP/S"),
+        Column("HOST", left=True), Column("STATE", left=True), Column("UP", 2), Column("IN/S"), Column("OUT/S"), Column("UNWANTED/S", 2), Column("DROP/S"),
         Column("REFUSED/S", 3), Column("EXPIRED/S", 7), Column("HELD"), Column("QUEUED", 1), Column("SESSIONS", 4), Column("LINKS", 5),
         Column("SITE", 8, left=True), Column("RELAY", 9, left=True), Column("ADDRESS OR ERROR", 6, left=True),
     )  # fmt: skip

@@ -9,15 +9,13 @@ const POINTS = 180; // of the lines under the figures
 const ROWS = 200; // of one table; what is beyond is counted
 const HOSTS = 24; // in the drawing
 
-const UNWANTED = "unwanted"; // the cause of a publication without subscribers, which is no fault
-
 const $ = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 
 let hello = { read_only: true, may: [], version: "" };
 let network = null; // the newest state
 let frozen = null; // the state shown while the page is frozen
-let history = []; // [in, out, handled, refused, dropped] a second
+let history = []; // [in, out, handled, refused, dropped, unwanted] a second
 const opened = new Set(); // clusters whose members are shown
 
 // -- texts ------------------------------------------------------------------------------------------------------
@@ -255,7 +253,7 @@ const tables = {
       number("Now/s", "rate", rate),
       number("Total", "total", count),
     ],
-    { key: (row) => `${row.where} ${row.host} ${row.cause}`, state: (row) => (row.rate > 0 && row.cause !== UNWANTED ? "warn" : "") },
+    { key: (row) => `${row.where} ${row.host} ${row.cause}`, state: (row) => (row.rate > 0 ? "warn" : "") },
   ),
   relays: new Table(
     "relays",
@@ -265,6 +263,7 @@ const tables = {
       name("Site", (row) => row.site),
       number("In/s", "in_rate", rate),
       number("Out/s", "out_rate", rate),
+      number("Unwanted/s", "unwanted_rate", rate, "nobody subscribes to it, or no member receives it; this is no fault"),
       number("Refused/s", "refused_rate", rate),
       number("Dropped/s", "dropped_rate", rate),
       number("Expired/s", "expired_rate", rate),
@@ -358,7 +357,7 @@ const tables = {
     "account",
     [
       name("Relay", (row) => row.host, (row) => [row.host || brief(row.id) || row.address, stateTag(row.state, row.error)]),
-      ...["in", "copied", "out", "refused", "dropped", "expired", "held"].map((word) =>
+      ...["in", "copied", "out", "unwanted", "refused", "dropped", "expired", "held"].map((word) =>
         column(word[0].toUpperCase() + word.slice(1), (row) => row.account?.[word], (row) => count(row.account?.[word]), { class: "number" }),
       ),
     ],
@@ -431,16 +430,15 @@ const FIGURES = [
   { title: "Slowest p99", value: () => slowest()?.p99_ms ?? null, text: ms, note: () => slowest()?.name ?? "" },
   { title: "Refused", unit: "/s", value: () => totals()[3], text: rate, point: 3 },
   { title: "Dropped", unit: "/s", value: () => totals()[4], text: rate, point: 4, bad: (value) => value > 0 },
+  { title: "Unwanted", unit: "/s", value: () => totals()[5], text: rate, point: 5 },
   { title: "Held now", value: () => sum(state().relays, "held"), text: count },
 ];
 
 const state = () => frozen ?? network;
 
-/** Return messages in and out, calls handled, refused, and dropped, a second: as `figures` of the server. */
-function totals(of = state()) {
-  if (of.relays.every((relay) => relay.in_rate == null)) return [null, null, null, null, null];
-  const drops = of.drops.filter((each) => each.cause !== UNWANTED);
-  return [sum(of.relays, "in_rate"), sum(of.relays, "out_rate"), sum(of.clusters, "handled_rate"), sum(of.relays, "refused_rate"), sum(drops, "rate")];
+/** Return messages in and out, calls handled, refused, dropped, and unwanted, a second: as `figures` of the server. */
+function totals({ totals: of } = state()) {
+  return [of.in_rate, of.out_rate, of.handled_rate, of.refused_rate, of.dropped_rate, of.unwanted_rate];
 }
 
 const slowest = () => state().clusters.reduce((most, each) => (each.p99_ms > (most?.p99_ms ?? -1) ? each : most), null);
@@ -494,7 +492,7 @@ function alerts(shown) {
     const where = each.where || (each.kind === "link" || each.kind === "program" ? "" : each.host);
     warn.push(`${each.kind} ${each.name}${where ? ` of ${where}` : ""}: ${each.why.join("; ")}`);
   }
-  for (const each of dropRows(shown)) if (each.rate > 0 && each.cause !== UNWANTED && !each.where.startsWith("program ")) warn.push(`${each.name} drops ${rate(each.rate)} messages a second: ${each.cause.replaceAll("_", " ")}`);
+  for (const each of dropRows(shown)) if (each.rate > 0 && !each.where.startsWith("program ")) warn.push(`${each.name} drops ${rate(each.rate)} messages a second: ${each.cause.replaceAll("_", " ")}`);
   warn.push(...shown.problems);
   for (const [table, left] of Object.entries(shown.other)) warn.push(`${plural(left, "row")} of ${table} over the limit not shown`);
   const sentence = (text) => text[0].toUpperCase() + text.slice(1);

@@ -194,7 +194,7 @@ SABOTAGES = (
         "cast-unwanted",
         "relay/core/casts.py",
         "Casts._fan_out",
-        'accounts.drop("not allowed" if route.barred else "unwanted", count)',
+        "accounts.unwanted += count",
         "pass",
         SCENARIOS,
         "messages that nobody wants are not counted",

@@ -11,7 +11,7 @@ import pytest
 
 from iris.dashboard import app, feed
 from iris.dashboard.feed import POINTS, Feed, figures
-from iris.watch import Cluster, Drop, Network, Relay, Watch
+from iris.watch import Network, Totals, Watch
 from iris.web.guard import CUT
 
 RELAY = Relay(id="1" * 32, host="a", site="", asked=True)
@@ -112,18 +112,11 @@ async def test_the_last_minutes_are_kept_and_no_more() -> None:
         await events.aclose()
 
 
-def test_figures_are_sums_without_what_nobody_wanted() -> None:
-    rated = Relay(id="1", host="a", site="", in_rate=5.0, out_rate=7.0, refused_rate=1.0, dropped_rate=9.0)  # fmt: skip
-    drops = [
-        Drop(where="relay a", host="a", cause="unwanted", rate=8.0, total=80),
-        Drop(where="relay a", host="a", cause="slow", rate=1.0, total=1),
-    ]
-    cluster = Cluster(name="c", keyed=True, total=1, handled_rate=3.0)
-    shown = Network(
-        serial=1, time_us=0, interval_s=1.0, relays=[rated, rated], clusters=[cluster], drops=drops
-    )
-    assert figures(shown) == [10.0, 14.0, 3.0, 2.0, 1.0]
-    assert figures(network(1)) == [None] * 5
+def test_the_lines_of_a_page_are_the_totals_of_the_network() -> None:
+    totals = Totals(in_rate=10.0, out_rate=14.0, handled_rate=3.0, refused_rate=2.0, dropped_rate=1.0, unwanted_rate=8.0)  # fmt: skip
+    shown = Network(serial=1, time_us=0, interval_s=1.0, totals=totals)
+    assert figures(shown) == [10.0, 14.0, 3.0, 2.0, 1.0, 8.0]
+    assert figures(network(1)) == [None] * 6
 
 
 async def test_the_stream_of_a_page_that_takes_nothing_is_ended(

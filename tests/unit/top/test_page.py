@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from iris.cli.top.screen import Screen
-from iris.watch import Cluster, Consumer, Member, Network, Relay, Slow, Stream
+from iris.watch import Cluster, Consumer, Member, Network, Relay, Slow, Stream, Totals
 
 PAGE = (Path(__file__).parents[3] / "docs" / "monitoring.md").read_text("utf-8")
 
@@ -26,7 +26,8 @@ def picture() -> str:
     billing = [member("bert", 690, 12, 8.4, failed_rate=0.4)]
     network = Network(
         serial=9, time_us=0, interval_s=2.0,
-        relays=[Relay(id="a", host="anna", site="", asked=True, in_rate=1260.0, out_rate=1312.0, dropped_rate=0.0, refused_rate=0.0)],
+        totals=Totals(in_rate=1260.0, out_rate=1312.0, dropped_rate=0.0, refused_rate=0.0),
+        relays=[Relay(id="a", host="anna", site="", asked=True)],
         clusters=[
             Cluster(name="billing", keyed=True, total=1, members=billing),
             Cluster(name="orders", keyed=True, total=3, members=orders),

@@ -32,6 +32,7 @@ from iris.watch import (  # fmt: skip
     Site,
     Slow,
     Stream,
+    Totals,
 )
 
 
@@ -47,6 +48,7 @@ def network(members: int = 5, **changes: Any) -> Network:
     rows = [member(serial) for serial in range(members)]
     given: dict[str, Any] = {
         "serial": 2, "time_us": 0, "interval_s": 2.0,
+        "totals": Totals(in_rate=1200.0, out_rate=3.0, dropped_rate=0.5, refused_rate=0.0, unwanted_rate=29.0),
         "relays": [
             Relay(id="a" * 32, host="one", site="", asked=True, in_rate=1200.0, out_rate=3.0, dropped_rate=0.5, refused_rate=0.0),
             Relay(id="b" * 32, host="two", site="", state="away", error="its link was lost 4 s ago"),
@@ -98,6 +100,19 @@ def test_a_standard_terminal_shows_what_matters_most() -> None:
     assert seen.endswith(KEYS)
     assert "VERSION" not in seen
     assert "VERSION" in shown(Screen(), network(), 200)
+
+
+def test_what_nobody_wants_is_shown_as_no_fault_and_drops_as_one() -> None:
+    styles = {part.strip(): style for part, style in Screen().draw(network(), 200, 40)[0]}
+    assert styles["unwanted 29/s"] == "dim"
+    assert styles["dropped 0.5/s"] == "bad"
+    none = network(totals=Totals(dropped_rate=0.0, unwanted_rate=0.0))
+    assert "unwanted" not in shown(Screen(), none)
+    relays = VIEWS["relays"](
+        network(relays=[Relay(id="a", host="one", site="", unwanted_rate=9.0)])
+    )
+    at = [column.title for column in relays.columns].index("UNWANTED/S")
+    assert (relays.rows[0][at].text, relays.rows[0][at].style) == ("9.0", "dim")
 
 
 def test_text_is_sorted_from_a_to_z_and_figures_from_the_largest_on() -> None:

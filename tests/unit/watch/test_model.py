@@ -13,7 +13,7 @@ from iris.streams.listing import StreamInfo
 from iris.tally import bucket_end, bucket_of
 from iris.watch import network as limits
 from iris.watch.model import Model
-from iris.watch.network import Network, Slow, as_json
+from iris.watch.network import Network, Slow, Totals, as_json
 from iris.watch.sample import ClusterAnswer, MemberAnswer, RelayAnswer, Sample, StreamAnswer
 from iris.wire.consumers import ConsumerInfo
 from iris.wire.frames import MemberInfo
@@ -29,6 +29,7 @@ def report(**changes: Any) -> dict[str, Any]:
         "in": 0,
         "copied": 0,
         "out": 0,
+        "unwanted": 0,
         "refused": 0,
         "expired": 0,
         "held": 0,
@@ -114,6 +115,40 @@ def test_totals_become_rates_by_the_relays_own_clock() -> None:
     assert second.relays[0].dropped_rate == 2.0
     assert [(drop.cause, drop.rate, drop.total) for drop in second.drops] == [("slow receiver", 2.0, 13)]  # fmt: skip
     assert (second.serial, second.interval_s) == (2, 2.0)
+
+
+def test_what_nobody_wants_is_one_figure_and_no_drop() -> None:
+    seen = Seen()
+    seen.look(report())
+    network = seen.look(
+        report(uptime_s=102.0, accounts={"in": 90, "unwanted": 58, "dropped": {"slow receiver": 4}}),
+        clusters={"orders": ClusterAnswer([info(1)], answers={f"{OURS}.1": said(dropped={"unwanted": 7})})},
+    )  # fmt: skip
+    assert network.totals.unwanted_rate == network.relays[0].unwanted_rate == 29.0
+    assert network.totals.dropped_rate == 2.0
+    assert network.relays[0].account["unwanted"] == 58
+    assert [drop.cause for drop in network.drops] == ["slow receiver"]
+    assert reasons(network, "member") == []
+
+
+def test_totals_are_sums_of_everything_that_is_known() -> None:
+    seen = Seen()
+    empty = seen.look(report(), report(relay=THEIRS))
+    assert empty.totals == Totals()
+    accounts = {"in": 20, "out": 28, "refused": 4, "dropped": {f"cause {n}": 2 for n in range(100)}}
+    network = seen.look(
+        report(uptime_s=102.0, accounts=accounts),
+        report(relay=THEIRS, uptime_s=102.0, accounts=accounts),
+    )
+    totals = network.totals
+    assert (totals.in_rate, totals.out_rate, totals.refused_rate) == (20.0, 28.0, 4.0)
+    assert (totals.unwanted_rate, totals.handled_rate) == (0.0, 0.0)
+    assert network.other["drops"] > 0
+    again = {**accounts, "dropped": {f"cause {n}": 4 for n in range(100)}}
+    network = seen.look(
+        report(uptime_s=104.0, accounts=again), report(relay=THEIRS, uptime_s=104.0, accounts=again)
+    )
+    assert network.totals.dropped_rate == 200.0, "also of the rows that the table leaves out"
 
 
 def test_a_relay_that_does_not_answer_is_away_under_its_name_and_comes_back() -> None:
