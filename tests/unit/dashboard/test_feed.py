@@ -11,7 +11,7 @@ import pytest
 
 from iris.dashboard import app, feed
 from iris.dashboard.feed import POINTS, Feed, figures
-from iris.watch import Network, Totals, Watch
+from iris.watch import Network, Relay, Totals, Watch
 from iris.web.guard import CUT
 
 RELAY = Relay(id="1" * 32, host="a", site="", asked=True)
