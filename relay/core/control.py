@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, Final
@@ -35,8 +34,8 @@ from iris.wire.names import (
     check_topic,
     printable,
 )
-from iris.wire.texts import sound_json
 from relay.core.calls import Calls
+from relay.core.documents import Document
 from relay.core.grants import barred, take_grant
 from relay.core.parts import SCANNED, Parts, node_count
 from relay.core.refused_aliases import RefusedAliases
@@ -51,6 +50,9 @@ NOT_OURS: Final = (
     "names are shown only to the relay's own user and to root on its host; run the command there"
 )
 TOO_LONG: Final = "the full report does not fit in one frame"
+MAX_REPORTS: Final = 16
+"""Limit of answers to STATUS that are being made; each may hold as many bytes as a frame."""
+TOO_MANY: Final = f"{MAX_REPORTS} other sessions are asking for the full report; ask again"
 GROUPS_AT_ONCE: Final = 64
 """Subscriptions of a session that says BYE that are ended before others get their turn."""
 MAX_GROUPS: Final = 128
@@ -66,9 +68,8 @@ class SessionControl:
         self._leaving = calls.leaving
         self.refused = RefusedAliases(router.accounts, calls.answers)
         self._next_serial = 1
-        self._documents: dict[bool, str] = {}
-        """Status documents as of `_documents_us`: for the relay's own user (True) and for others (False)."""
-        self._documents_us = -1
+        self._reports = 0
+        """Answers to STATUS that are being made."""
         self._handlers: dict[type, Callable[[Session, Any], None]] = {
             frames.Prove: self._on_prove,
             frames.Release: self._on_release,
@@ -485,23 +486,36 @@ class SessionControl:
             self._router.quotas.watches.give(session.user, len(watch.key_ids))
 
     def _on_status(self, session: Session, status: frames.Status) -> None:
-        ours = session.ours
-        if self._documents_us != self._router.now_us:
-            self._documents.clear()
-            self._documents_us = self._router.now_us
-        document = self._documents.get(ours)
-        if document is None:  # many sessions may ask at once
-            shown = self._router.status() if ours else self._router.numbers(NOT_OURS)
-            document = sound_json(json.dumps(shown))
-            # It is ASCII, so its length is its size in bytes.
-            if len(document) > MAX_REPORT_BYTES - FRAME_OVERHEAD:
-                document = json.dumps(self._router.numbers(TOO_LONG))
-            self._documents[ours] = document
-        session.control(frames.Report(status.id, document))
+        limited = "" if session.ours else NOT_OURS
+        if not limited and self._reports >= MAX_REPORTS:
+            limited = TOO_MANY
+        if limited:
+            self._report(session, status, limited)
+        else:
+            work = self._report_in_parts(session, status)
+            if next(work, self) is None:  # from here on it counts, and ends with its session
+                session.unfinished = work
 
-    def forget_documents(self) -> None:
-        """Forget the answers to STATUS, which may be long."""
-        self._documents.clear()
+    def _report_in_parts(self, session: Session, status: frames.Status) -> Iterator[None]:
+        self._reports += 1
+        try:
+            document = Document()
+            parts = self._router.status_in_parts()
+            for part in parts:
+                document.add(part)
+                if document.size > MAX_REPORT_BYTES - FRAME_OVERHEAD:
+                    self._report(session, status, TOO_LONG)
+                    return
+                yield
+            session.control(frames.Report(status.id, str(document)))
+        finally:  # also if the session ends meanwhile
+            self._reports -= 1
+
+    def _report(self, session: Session, status: frames.Status, limited: str) -> None:
+        """Answer STATUS without names."""
+        document = Document()
+        document.add(self._router.numbers(limited))
+        session.control(frames.Report(status.id, str(document)))
 
     def _on_bye(self, session: Session, bye: frames.Bye) -> None:
         # Frames of one session are handled in order, so everything before BYE is routed.

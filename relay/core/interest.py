@@ -161,12 +161,11 @@ class Interest:
         """Number of cluster names with members of this relay."""
         return len(self._names)
 
-    def cluster_counts(self) -> dict[str, dict[str, int]]:
-        """Return name -> key id (first 4 bytes in hex) -> members, for the oldest `MAX_SHOWN` names."""
-        return {
-            name: {k[:4].hex(): n for k, n in sorted(islice(c.items(), MAX_OTHERS))}
-            for name, c in sorted(islice(self._names.items(), MAX_SHOWN))
-        }
+    def cluster_counts(self) -> Iterator[tuple[str, dict[str, int]]]:
+        """Yield (name, key id (first 4 bytes in hex) -> members) of the oldest `MAX_SHOWN` names that are still used."""
+        for name in sorted(islice(self._names, MAX_SHOWN)):
+            counts = sorted(islice(self._names.get(name, {}).items(), MAX_OTHERS))
+            yield name, {key_id[:4].hex(): count for key_id, count in counts}
 
     def serve(self, link: Link, address: Address) -> None:
         """Note that a relay behind a link has members of `address`."""

@@ -21,6 +21,7 @@ from iris.wire.names import printable
 from relay.core.advertiser import Advertiser
 from relay.core.casts import Casts
 from relay.core.clocks import clock_status
+from relay.core.documents import Part
 from relay.core.interest import MAX_OTHERS, Interest
 from relay.core.link import SUSPENDED_US, Copy, Link
 from relay.core.loads import LoadReports
@@ -33,6 +34,8 @@ PEERS_US: Final = 30_000_000
 """Interval at which one peer is asked for its peers, so that all relays find each other once they are linked."""
 MAX_COUNTED: Final = 8192
 """Members of other relays that a status counts by cluster, which takes a few ms."""
+COUNTED: Final = 64
+"""As many of them in each part."""
 _FRAME_ENTRIES: Final = 256
 _FRAME_BYTES: Final = 32 << 10
 
@@ -54,6 +57,8 @@ class Mesh:
         self.copies: dict[bytes, Copy] = {}
         """Relay id -> copy; those without a link are suspended."""
         self.introduced: Callable[[bytes, list[str]], None] = _ignore
+        self.connection_status: Callable[[Link], Part] = _nothing
+        """Returns what is known of the connection of a link, ready for JSON."""
         self.addresses: list[str] = []
         """host:port of our links' listener, as advertised in the greeting."""
         self.settle_us = 0
@@ -260,45 +265,55 @@ class Mesh:
         if at_us < self.deadline_us:
             self.deadline_us = at_us
 
-    def cluster_counts(self) -> dict[str, int]:
-        """Return cluster -> members at other relays, among the first `MAX_COUNTED` entries that they advertise."""
-        found: dict[str, int] = {}
-        entries = chain.from_iterable(copy.members.values() for copy in self.copies.values())
-        for entry in islice(entries, MAX_COUNTED):
-            if is_listed(entry.kinds):
-                found[entry.name] = found.get(entry.name, 0) + 1
-        return found
+    def status(self, now_us: int, wall_us: int | None) -> Iterator[Part]:
+        """Yield links and suspended relays, ready for JSON. `wall_us` is our wall clock, if there is one.
 
-    def status(self, now_us: int, wall_us: int | None) -> dict[str, object]:
-        """Return links and suspended relays, ready for JSON. `wall_us` is our wall clock, if there is one."""
-        return {
-            "linked_clusters": self.cluster_counts(),
-            "links": [
-                {
-                    "peer": link.relay_id.hex(),
-                    "label": link.label,
-                    "site": link.copy.site,
-                    "rtt_us": link.rtt_us,
-                    **clock_status(link.beats, now_us, wall_us),
-                    "silent_us": now_us - link.beats.last_us,
-                    "members": len(link.copy.members),
-                    "topics": len(link.topics),
-                    "running": len(link.in_flight),
-                    "waiting": link.pending,
-                    "tunnels": len(link.tunnels),
-                    "held": link.port.held_messages,
-                    "resyncs": link.replica.resyncs,
-                    "untaken": link.dropped_entries,
-                    "over_share": link.over_share,
-                }
-                for link in self.links.values()
-            ],
+        "linked_clusters" counts the members among the first `MAX_COUNTED` entries that other relays advertise.
+        """
+        yield {"linked_clusters": {}, "links": []}
+        entries = chain.from_iterable([copy.members.values() for copy in self.copies.values()])
+        counts: dict[str, int] = {}
+        for number, entry in enumerate(list(islice(entries, MAX_COUNTED)), 1):
+            if is_listed(entry.kinds):
+                counts[entry.name] = counts.get(entry.name, 0) + 1
+            if not number % COUNTED:
+                yield {}
+        for name, count in counts.items():
+            yield {"linked_clusters": {name: count}}
+        for link in list(self.links.values()):
+            yield {"links": [self._link_status(link, now_us, wall_us)]}
+        yield {
             "suspended": [copy.relay for copy in self.copies.values() if copy.link is None],
             "resyncs": self.peer_interest.resyncs,
             "away": len(self._casts.missed),
             "casts_untold": self._casts.missed.unreported,
         }
 
+    def _link_status(self, link: Link, now_us: int, wall_us: int | None) -> Part:
+        return {
+            "peer": link.relay_id.hex(),
+            "label": link.label,
+            "site": link.copy.site,
+            "rtt_us": link.rtt_us,
+            **clock_status(link.beats, now_us, wall_us),
+            "silent_us": now_us - link.beats.last_us,
+            "members": len(link.copy.members),
+            "topics": len(link.topics),
+            "running": len(link.in_flight),
+            "waiting": link.pending,
+            "tunnels": len(link.tunnels),
+            "held": link.port.held_messages,
+            "resyncs": link.replica.resyncs,
+            "untaken": link.dropped_entries,
+            "over_share": link.over_share,
+            **self.connection_status(link),
+        }
+
 
 def _ignore(relay_id: bytes, addresses: list[str]) -> None:
     """Default for `introduced`: does not dial."""
+
+
+def _nothing(link: Link) -> Part:
+    """Default for `connection_status`."""
+    return {}

@@ -23,6 +23,7 @@ from relay.core.audience import MAX_ASKED, Audiences
 from relay.core.buckets import Rate
 from relay.core.calls import Calls
 from relay.core.casts import Casts
+from relay.core.documents import Part, joined
 from relay.core.draining import Draining
 from relay.core.endings import Endings
 from relay.core.federation import Federation
@@ -505,34 +506,45 @@ class Parts:
         for session in (*self.sessions.values(), *self.ending.values()):
             yield from session.members.values()
 
-    def status(self) -> dict[str, object]:
-        """Return a snapshot of tables and counters, ready for JSON."""
-        return {
+    def status(self) -> Part:
+        """Return tables and counters, ready for JSON."""
+        return joined(self.status_in_parts())
+
+    def status_in_parts(self) -> Iterator[Part]:
+        """Yield tables and counters, ready for JSON. Counters are those of one moment."""
+        yield {
             "relay": self.relay_id.hex(),
             "host": self.label,
             "site": self.site,
             "draining": self.draining,
-            "sessions": [
-                {
-                    "session": session.number,
-                    "label": session.label,
-                    "pid": session.pid,
-                    "user": session.user,
-                    "members": len(session.members),
-                    "subscriptions": len(session.subscriptions),
-                    "running": len(session.in_flight),
-                    "waiting": session.pending,
-                    "tunnels": len(session.tunnels),
-                    "held": session.port.held_messages,
-                    "keys": session.shown_keys,
-                }
-                for session in self.sessions.values()
-            ],
-            "clusters": self.interest.cluster_counts(),
+            "sessions": [],
+            "clusters": {},
+        }
+        for session in list(self.sessions.values()):
+            yield {
+                "sessions": [
+                    {
+                        "session": session.number,
+                        "label": session.label,
+                        "pid": session.pid,
+                        "user": session.user,
+                        "members": len(session.members),
+                        "subscriptions": len(session.subscriptions),
+                        "running": len(session.in_flight),
+                        "waiting": session.pending,
+                        "tunnels": len(session.tunnels),
+                        "held": session.port.held_messages,
+                        "keys": session.shown_keys,
+                    }
+                ]
+            }
+        for name, counts in self.interest.cluster_counts():
+            yield {"clusters": {name: counts}}
+        yield from self.mesh.status(self.now_us, self.wall_us)
+        yield {
             "clusters_not_shown": max(0, self.interest.names - MAX_SHOWN),
             "other_keys": self._casts.other_keys.shown(),
             "accounts": self.accounts.report(self.held_messages),
-            **self.mesh.status(self.now_us, self.wall_us),
             **self.federation.status(self.now_us, self.wall_us),
             "slow": self.slow.report(self.now_us),
             "troubles": self.troubles.status(self.now_us),

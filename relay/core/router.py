@@ -108,11 +108,6 @@ class Router(Parts):
         self.sessions[number] = self.neighbors[number] = session
         return session
 
-    def session_down(self, session: Session) -> None:
-        """Remove a closed session. Idempotent."""
-        self._from_sessions.forget_documents()
-        super().session_down(session)
-
     def hello(self, dial_us: int) -> link_frames.LinkHello:
         """Return the greeting of a new link; `dial_us` is our clock when we dialled, 0 if we accepted."""
         limits = (self.message_limit, self.limits.aliases)

@@ -39,6 +39,7 @@ class LinkHub(Hub):
         self.reload(config.network_keys)
         self._context = link_server_context(self.credentials)
         self.router.mesh.introduced = self.introduced
+        self.router.mesh.connection_status = self._connection_status
 
     def listen(self) -> None:
         """Bind and accept. Raises ConfigError, and then leaves nothing bound."""
@@ -133,18 +134,13 @@ class LinkHub(Hub):
         """Fingerprints of the networks served."""
         return tuple(credentials.fingerprint for credentials in self.credentials)
 
+    def _connection_status(self, link: Link) -> dict[str, object]:
+        """Return the state of the connection of a link, ready for JSON."""
+        return link.port.status() if isinstance(link.port, LinkPort) else {}
+
     def status(self) -> dict[str, object]:
-        """Return links, refusals and dials, ready for JSON."""
-        ports = {port.relay_id.hex(): port for port in self.up}
-        links = []
-        for known in cast(
-            list[dict[str, object]],
-            self.router.mesh.status(self.router.now_us, self.router.wall_us)["links"],
-        ):
-            port = ports.get(str(known["peer"]))
-            links.append(known | port.status() if port is not None else known)
+        """Return listeners, refusals and dials, ready for JSON."""
         return {
-            "links": links,
             "links_listening": [show(*address) for address in self.addresses],
             "links_refused": dict(self.refusals),
             "links_half_open": len(self._places.loose),

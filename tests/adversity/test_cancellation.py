@@ -50,7 +50,7 @@ class World:
                 )
                 for other in router.sessions.values()
             ],
-            "clusters": router.interest.cluster_counts(),
+            "clusters": dict(router.interest.cluster_counts()),
             "sessions": len(router.sessions),
         }  # fmt: skip
 

@@ -292,7 +292,7 @@ def router(data: bytes) -> None:
     assert all(load.messages >= 0 for m in member.members.values() for load in m.loads.values())
     relay.session_down(member)
     assert not relay.sessions
-    assert not relay.interest.cluster_counts()
+    assert not relay.interest.names
     assert not relay.interest._clusters
     assert not relay.interest._topics
     assert not len(relay.interest.watches)

@@ -216,7 +216,7 @@ async def test_closing_a_client_finishes_what_its_member_accepted() -> None:
         task = asyncio.create_task(caller.request("db", b"x", timeout=5))
         await until(lambda: started)
         closing = asyncio.create_task(member.close())
-        await until(lambda: not cluster.relay.router.interest.cluster_counts())
+        await until(lambda: not cluster.relay.router.interest.names)
         with pytest.raises(iris.NoMembers):
             await caller.request("db", b"later", timeout=5)
         release.set()
@@ -252,7 +252,7 @@ async def test_a_close_that_is_cancelled_closes_at_once() -> None:
         task = asyncio.create_task(caller.request("db", b"x", timeout=5))
         await started.wait()
         closing = asyncio.create_task(member.close())
-        await until(lambda: not cluster.relay.router.interest.cluster_counts())
+        await until(lambda: not cluster.relay.router.interest.names)
         closing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await closing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from iris.wire.frames import Serving
 from iris.wire.kinds import UNLIMITED, Cause, Kind
 from iris.wire.link_frames import MemberEntry
 from iris.wire.runs import call_run
+from relay.core import control
 from relay.core import credit as credit_module
 from relay.core import leaving as leaving_module
 from relay.core import mesh as mesh_module
@@ -534,3 +536,56 @@ def test_a_run_of_calls_to_many_members_is_dispatched_in_parts() -> None:
         assert len(fails) >= 49
     assert caller.session.pending == 0
     assert router.accounts.balance() == 0
+
+
+# -- STATUS -------------------------------------------------------------------------------------------------------
+
+
+def ask_status(asking: Party) -> None:
+    asking.session.ours = True
+    frame = memoryview(bytearray(encode_control(frames.Status(9))))
+    asking.router.entry(asking.session)(frame, 0, len(frame))
+
+
+def test_each_part_of_a_status_shows_one_name_and_the_whole_is_what_a_relay_shows_at_once() -> None:
+    net = Network(relays=2)
+    net.link(0, 1)
+    many = Party(net.router, keys=tuple(bytes([number]) * 16 for number in range(1, 61)))
+    far = Party(net.routers[1])
+    assert not any(many.join(f"many{number}") for number in range(100))
+    assert not any(far.join(f"far{number}") for number in range(100))
+    for _ in range(100):
+        net.run()
+    asking = Party(net.router)
+    ask_status(asking)
+    assert not asking.received(frames.Report)
+    work = asking.session.unfinished
+    assert work is not None
+    parts = sum(1 for _ in work)
+    sizes = [len(json.dumps(part)) for part in net.router.status_in_parts()]
+    (report,) = asking.received(frames.Report)
+    assert json.loads(report.document) == net.router.status()
+    assert parts == len(sizes) - 1 > 200
+    assert max(sizes) < 4000
+
+
+def test_so_many_sessions_make_a_status_at_once_and_others_hear_that_it_is_too_many() -> None:
+    router = Network().router
+    asking = [Party(router) for _ in range(control.MAX_REPORTS + 2)]
+    for each in asking[:-1]:
+        ask_status(each)
+    (report,) = asking[-2].received(frames.Report)
+    assert json.loads(report.document)["limited"] == control.TOO_MANY
+    router.session_down(asking[0].session)  # while it is made
+    while router.deadline_us <= router.now_us:
+        router.expire()
+    asking[1].session.complete()
+    (report,) = asking[1].received(frames.Report)
+    assert "limited" not in json.loads(report.document)
+    for each in (asking[0], asking[1]):
+        each.session.unfinished = None
+    ask_status(asking[-1])
+    assert not asking[-1].received(frames.Report)
+    asking[-1].session.complete()
+    (report,) = asking[-1].received(frames.Report)
+    assert "limited" not in json.loads(report.document)

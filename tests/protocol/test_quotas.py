@@ -212,7 +212,7 @@ def test_members_beyond_the_bound_end_no_link_when_they_join_or_leave(
     assert not receive(end, link_frames.Interest(0, 11, entries, reset=True))
     assert (len(link.copy.members), link.dropped_entries) == (4, 4)
     assert not receive(end, link_frames.Interest(11, 12, left=[4, 5]))
-    (entry,) = net.router.mesh.status(0, None)["links"]  # type: ignore[misc]
+    (entry,) = net.router.status()["links"]
     assert entry["untaken"] == 4
     # At most as many unknown members may leave as were dropped.
     assert "had not joined" in receive(end, link_frames.Interest(12, 13, left=[4]))

@@ -28,15 +28,6 @@ SABOTAGES = (
         "a member that stays keeps a thousand callers that have gone",
     ),
     Sabotage(
-        "kept-documents",
-        "relay/core/router.py",
-        "Router.session_down",
-        "self._from_sessions.forget_documents()",
-        "None",
-        KEPT,
-        "the latest answer to STATUS is kept",
-    ),
-    Sabotage(
         "kept-port",
         "relay/core/neighbor.py",
         "Neighbor.let_go",

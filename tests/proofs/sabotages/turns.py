@@ -8,9 +8,28 @@ TURNS = ("tests/unit/relay/net/test_turns.py",)
 SESSIONS = ("tests/unit/relay/net/test_session_turns.py",)
 WATCHES = ("tests/protocol/test_watches.py",)
 BOUNDS = ("tests/protocol/test_bounds.py",)
+WORK = ("tests/protocol/test_bounded_work.py",)
 WEB = ("tests/integration/test_web_attacks.py",)
 
 SABOTAGES: tuple[Sabotage, ...] = (
+    Sabotage(
+        "status-at-once",
+        "relay/core/control.py",
+        "SessionControl._report_in_parts",
+        "document.add(part)",
+        "[document.add(each) for each in (part, *parts)]",
+        WORK,
+        "one session that asks for the status holds the relay for as long as it takes to show all names",
+    ),
+    Sabotage(
+        "statuses-at-once",
+        "relay/core/control.py",
+        "SessionControl._on_status",
+        "self._reports >= MAX_REPORTS",
+        "False",
+        WORK,
+        "any number of sessions fill the memory of the relay with unfinished answers to STATUS",
+    ),
     Sabotage(
         "turn-share",
         "relay/net/turns.py",
