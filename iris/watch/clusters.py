@@ -17,7 +17,7 @@ from iris.wire.frames import MemberInfo
 from iris.wire.kinds import Kind
 
 UNWANTED: Final = "unwanted"
-"""Cause that is no fault: nobody in the process wants the message any more."""
+"""Cause that is not a fault: nobody in the process wants the message any more."""
 MAX_CAUSES: Final = 16
 """Causes of drops that are taken from one member."""
 OUTCOMES: Final = ("handled", "failed", "refused", "expired")

@@ -69,12 +69,14 @@ class Model:
 def _totals(relays: list[Relay], clusters: list[Cluster], drops: list[Drop]) -> Totals:
     rates = {
         f"{word}_rate": summed(getattr(relay, f"{word}_rate") for relay in relays)
-        for word in ("in", "out", "refused", "unwanted")
+        for word in ("in", "out", "refused", "unwanted", "dropped")
     }
     known = rates["in_rate"] is not None
+    elsewhere = summed(drop.rate for drop in drops if not drop.where.startswith("relay "))
+    dropped = summed([rates.pop("dropped_rate"), elsewhere])
     return Totals(
         **rates,
-        dropped_rate=summed(drop.rate for drop in drops) or 0.0 if known else None,
+        dropped_rate=dropped,
         handled_rate=summed(cluster.handled_rate for cluster in clusters) or 0.0 if known else None,
     )
 

@@ -336,9 +336,9 @@ class Totals(Struct, frozen=True, kw_only=True):
     out_rate: float | None = None
     refused_rate: float | None = None
     dropped_rate: float | None = None
-    """Messages in `Network.drops`, at relays and in programs."""
+    """Messages dropped at relays and in programs; `Network.drops` names the causes."""
     unwanted_rate: float | None = None
-    """Publications and broadcasts that nobody subscribes to, or no member receives. This is no fault."""
+    """Publications and broadcasts that nobody subscribes to, or no member receives. This is not a fault."""
     handled_rate: float | None = None
     """Calls that members of clusters handled."""
 

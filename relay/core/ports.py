@@ -100,7 +100,7 @@ GONE: Final[Port] = Gone()
 class Accounts:
     """Where messages went: in + copied = out + unwanted + refused + dropped + expired + held, always.
 
-    A fan-out to n ports adds n - 1 to `copied`; a cast that nobody wants is `unwanted`, which is no fault. `out`
+    A fan-out to n ports adds n - 1 to `copied`; a cast that nobody wants is `unwanted`, which is not a fault. `out`
     counts what a port accepted; what it still has queued is `held`, and what it had queued when it closed
     is dropped as "session lost".
     """

@@ -33,7 +33,7 @@ SPECS: Final = (
     Spec("iris_relay_messages_in_total", "Messages received from programs, linked relays and gateways."),
     Spec("iris_relay_messages_copied_total", "Messages added because they go to several receivers."),
     Spec("iris_relay_messages_out_total", "Messages written to the connections of receivers."),
-    Spec("iris_relay_messages_unwanted_total", "Publications and broadcasts that nobody subscribes to, or no member receives. This is no fault."),
+    Spec("iris_relay_messages_unwanted_total", "Publications and broadcasts that nobody subscribes to, or no member receives. This is not a fault."),
     Spec("iris_relay_messages_refused_total", "Calls that the relay ended with an error, which their sender got."),
     Spec("iris_relay_messages_dropped_total", "Messages lost at the relay, by cause.", ("cause",)),
     Spec("iris_relay_messages_expired_total", "Calls whose deadline passed before a member started them."),

@@ -263,7 +263,7 @@ const tables = {
       name("Site", (row) => row.site),
       number("In/s", "in_rate", rate),
       number("Out/s", "out_rate", rate),
-      number("Unwanted/s", "unwanted_rate", rate, "nobody subscribes to it, or no member receives it; this is no fault"),
+      number("Unwanted/s", "unwanted_rate", rate, "nobody subscribes to it, or no member receives it; this is not a fault"),
       number("Refused/s", "refused_rate", rate),
       number("Dropped/s", "dropped_rate", rate),
       number("Expired/s", "expired_rate", rate),
