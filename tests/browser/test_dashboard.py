@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -431,3 +433,79 @@ async def test_the_page_can_be_read_on_every_screen(tmp_path: Path, pages: Pages
                 assert await page.tab.evaluate(CUT_OFF) == []
                 if width == 375:  # rows are cards there, so nothing scrolls sideways
                     assert await page.tab.evaluate(SIDEWAYS) == []
+
+
+SLOW = """
+import asyncio
+import sys
+import iris
+
+async def slow(message):
+    await asyncio.sleep(1000)
+
+async def main():
+    keyring = iris.Keyring.single(iris.ClusterKey(bytes(range(32))))
+    config = iris.ClientConfig(relay=sys.argv[1], label="ticker")
+    async with iris.connect(keyring=keyring, config=config) as client:
+        async with client.subscribe("ticks", slow, limit_bytes=2000):
+            print("ready", flush=True)
+            await asyncio.sleep(1000)
+
+asyncio.run(main())
+"""
+
+
+async def test_the_only_host_is_drawn_with_its_clusters(
+    pages: Pages, relay: Daemon, dashboard: Dashboard
+) -> None:
+    async with (
+        client(relay.socket) as one,
+        client(relay.socket) as two,
+        one.serve(orders()),
+        two.serve(orders()),
+    ):
+        page = await (await pages.open(dashboard.url)).shown()
+        drawn = page.tab.locator("#drawing [data-cluster=orders] text")
+        await page.wait(
+            "() => document.querySelector('#drawing [data-cluster=orders] text')?.textContent === 'orders 2'"
+        )
+        assert await drawn.count() == 1
+        assert await page.tab.locator("#drawing [data-host]").count() == 1
+        label = await page.tab.locator("#drawing svg").get_attribute("aria-label")
+        assert label is not None
+        assert label.startswith("Map of 1 host with ")
+
+
+async def test_a_program_that_loses_messages_and_one_that_fails_need_attention(
+    pages: Pages, relay: Daemon, dashboard: Dashboard
+) -> None:
+    service = iris.Service("failing")
+
+    @service.on_request
+    async def fail(payload: bytes) -> bytes:
+        raise ValueError("a bug")
+
+    ticker = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", SLOW, str(relay.socket), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )  # fmt: skip
+    try:
+        assert ticker.stdout is not None
+        assert await ticker.stdout.readline() == b"ready\n"
+        async with client(relay.socket) as member, client(relay.socket) as caller, member.serve(service):  # fmt: skip
+            for _ in range(20):
+                await caller.publish("ticks", bytes(1000))
+                await caller.flush()
+            with contextlib.suppress(iris.RemoteError):
+                await caller.request("failing", b"x", timeout=PATIENCE_S)
+            page = await (await pages.open(dashboard.url)).shown()
+            await page.wait("""() => {
+                const said = [...document.querySelectorAll('#alerts li')].map((each) => each.textContent);
+                return said.some((text) => /^Program ticker .*: lost \\d+ messages of ticks: its own queue was full/.test(text))
+                    && said.some((text) => /1 call of failing failed/.test(text));
+            }""")
+            rows = {row["Process"]: row for row in await page.table("programs")}
+            assert int(rows[str(ticker.pid)]["Lost"]) >= 17
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            ticker.kill()
+        await ticker.wait()

@@ -1,6 +1,6 @@
 """The pictures of docs/dashboard.md, of a real network.
 
-To make them again: IRIS_SCREENSHOTS=docs/dashboard .venv/bin/pytest tests/browser -k pictures
+To make them again: IRIS_TEST_SCREENSHOTS=docs/dashboard .venv/bin/pytest tests/browser -k pictures
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import iris
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-FOLDER: Final = "IRIS_SCREENSHOTS"
+FOLDER: Final = "IRIS_TEST_SCREENSHOTS"
 """Environment variable: where the pictures are kept. Without it they are made and thrown away."""
 NEW_UTS: Final = 0x04000000
 

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Final
 
 from iris.cli.top.figures import count, cut, padded, per_second, width
-from iris.cli.top.tables import VIEWS, Cell, Column, Table
+from iris.cli.top.tables import VIEWS, Cell, Column, Table, grade
 from iris.watch import Network
 from iris.wire.names import plural
 
@@ -26,6 +26,16 @@ MAX_TEXT: Final = 40
 MIN_FIGURE: Final = 5
 """Columns of a figure at least, so that a table does not move with every sample."""
 MAX_FILTER: Final = 64
+OTHERS: Final = ("relays", "clusters", "streams", "programs", "drops", "links")
+"""Views that are shown with the one that is chosen, if the terminal is wide: beside it, or else below it."""
+OTHER_ROWS: Final = 6
+MIN_SIDE: Final = 48
+"""Columns in which other views are shown beside the one that is chosen."""
+WIDE: Final = 140
+"""Columns from which on other views are shown below, if there is no room beside."""
+STEP: Final = 8
+"""The other views begin at a multiple of this, so that they do not move with every sample."""
+EDGE: Final = " │ "
 SLOW_LINES: Final = 4
 WIDE_TABS: Final = 100
 """Columns from which on the names of views have their numbers."""
@@ -145,10 +155,8 @@ class Screen:
         for number, name in enumerate(NAMES, 1):
             some = f" {len(network.slow)}" if name == "slow" and network.slow else ""
             text = f"{number} {name}{some}" if columns >= WIDE_TABS else f"{name}{some}"
-            line += [
-                (text, "reverse" if name == self.view else "dim"),
-                (" ", ""),
-            ]
+            style = "reverse" if name == self.view else "warn" if some else "dim"
+            line += [(text, style), (" ", "")]
         if self.paused:
             line.append(("PAUSED", "warn"))
         return line
@@ -175,8 +183,33 @@ class Screen:
         if left > 0 or table.more:
             texts = [f"{plural(left, 'row')} below"] * (left > 0) + [table.more] * bool(table.more)
             notes = [[("; ".join(texts), "dim")], *notes]
-        room = lines - len(notes)
-        return [*drawn[:room], *([] for _ in range(room - len(drawn))), *notes]
+        room = max(0, lines - len(notes))
+        body: list[Line] = [*drawn[:room], *([] for _ in range(room - len(drawn)))]
+        taken = max((sum(width(text) for text, _ in line) for line in drawn), default=0)
+        taken += -taken % STEP
+        if columns - taken >= MIN_SIDE:
+            body = beside(body, self._others(network, columns - taken - width(EDGE), room), taken)
+        elif columns >= WIDE:
+            others = self._others(network, columns, room - len(drawn) - 1)
+            body[len(drawn) + 1 : len(drawn) + 1 + len(others)] = others
+        return [*body, *notes]
+
+    def _others(self, network: Network, columns: int, lines: int) -> list[Line]:
+        """Return the first rows of other views, as many as there is room for."""
+        found: list[Line] = []
+        for name in OTHERS:
+            table = VIEWS[name](network)
+            if name == self.view or not table.rows:
+                continue
+            rows = ordered(table, [*table.rows], table.sort, False)
+            drawn, _ = grid(table, rows[:OTHER_ROWS], columns, "", False)
+            if len(rows) > OTHER_ROWS:
+                drawn.append([(f"{len(rows) - OTHER_ROWS:,} more", "dim")])
+            block: list[Line] = [[]] * bool(found) + [[(name, "reverse")], *drawn]
+            if len(found) + len(block) > lines:
+                break
+            found += block
+        return found
 
 
 def summary(network: Network) -> Line:
@@ -188,7 +221,9 @@ def summary(network: Network) -> Line:
         for word in ("in", "out", "dropped", "refused")
     }
     at = datetime.fromtimestamp(network.time_us / 1e6)  # noqa: DTZ006 - a person's clock
-    line: Line = [(f"iris top {at:%H:%M:%S}", "bold"), (f"  {plural(up, 'relay')}", "")]
+    well = not away and not network.slow and not network.problems
+    line: Line = [(f"iris top {at:%H:%M:%S}", "bold")]
+    line += [("  ", ""), (plural(up, "relay"), "good" if well else "")]
     if away:
         line += [(", ", ""), (f"{away} away", "bad")]
     total = sum(cluster.total for cluster in network.clusters)
@@ -278,8 +313,20 @@ def grid(
         return found
 
     head = line((titles[i], "bold") for i in shown)
-    body = [line((row[i].text, row[i].style) for i in shown) for row in rows]
+    body = [line((row[i].text, row[i].style if i else grade(row)) for i in shown) for row in rows]
     return [head, *body], tuple(table.columns[i].title for i in shown)
+
+
+def beside(left: list[Line], right: list[Line], columns: int) -> list[Line]:
+    """Return lines with others beside them, which begin after so many columns."""
+    if not right:
+        return left
+    found: list[Line] = []
+    for number, line in enumerate(left):
+        blank = " " * (columns - sum(width(text) for text, _ in line))
+        other = right[number] if number < len(right) else []
+        found.append([*line, (blank, ""), (EDGE, "dim"), *other])
+    return found
 
 
 def _title(column: Column, sort: str, reverse: bool) -> str:

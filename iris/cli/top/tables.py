@@ -83,6 +83,17 @@ def _state(state: str) -> Cell:
     return _text(state, styles.get(state, "bad"))
 
 
+def grade(row: Sequence[Cell]) -> Style:
+    """Return the colour of a row: that of the worst in it, good if nothing is wrong, dim if nothing is known of it."""
+    if row[0].style == "dim":
+        return "dim"
+    styles = {cell.style for cell in row}
+    return next((style for style in _WORST if style in styles), "good")
+
+
+_WORST: Final[tuple[Style, ...]] = ("bad", "warn")
+
+
 def _host(relay_host: str, relay: str) -> Cell:
     return _text(relay_host or relay[:8])
 
@@ -96,7 +107,7 @@ def members(network: Network) -> Table:
             for member in cluster.members:
                 lost = sum(member.dropped_rates.values())
                 yield (
-                    _text(cluster.name), _text(member.host), _text(member.called, "bad" if member.id in slow else ""), _state(member.state),
+                    _text(cluster.name), _text(member.host), _text(member.called, "warn" if member.id in slow else ""), _state(member.state),
                     _rate(member.handled_rate), _bad_rate(member.failed_rate), _number(member.p50_ms, milliseconds), _number(member.p99_ms, milliseconds),
                     _number(member.queued, style="warn", marked=True), _number(member.running), _number(member.age_s, age),
                     _bad_rate(lost), _number(member.loop_held, style="warn", marked=True), _bad_rate(member.refused_rate), _number(member.max_ms, milliseconds),
@@ -118,7 +129,7 @@ def members(network: Network) -> Table:
 def _rest(cluster: str, other: int, keyed: bool) -> tuple[Cell, ...]:
     what = f"{other:,} more" if keyed else f"{other:,} (no key here)"
     blank = Cell("", -1.0)
-    return (_text(cluster), _text(""), Cell(what, "\uffff", "dim"), *[blank] * 15)
+    return (_text(cluster, "dim"), _text(""), Cell(what, "\uffff", "dim"), *[blank] * 15)
 
 
 def clusters(network: Network) -> Table:

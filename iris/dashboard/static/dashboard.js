@@ -8,6 +8,7 @@ const RETRY_MS = [500, 1000, 2000, 5000];
 const POINTS = 180; // of the lines under the figures
 const ROWS = 200; // of one table; what is beyond is counted
 const HOSTS = 24; // in the drawing
+const SPOKES = 12; // clusters around the only host
 
 const $ = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
@@ -458,7 +459,7 @@ function drawFigures() {
     const sign = `${figure.text(value)} ${note}`;
     if (dd.sign !== sign) {
       dd.sign = sign;
-      dd.replaceChildren(value == null ? "–" : figure.text(value), make("span", { class: "unit" }, note));
+      dd.replaceChildren(value == null ? "–" : figure.text(value).replace(" ", "\u00a0"), make("span", { class: "unit" }, note));
     }
     tile.dataset.state = figure.bad?.(value) ? "bad" : "";
     if (figure.point == null) return;
@@ -517,7 +518,16 @@ function drawAlerts(found) {
 
 const cut = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
 
-/** Draw hosts and links of this site, and the other sites beside it (below it on a small screen). */
+/** Return the clusters to draw around the only host, with their members: first those that need attention, then the largest. */
+function spokesOf(shown) {
+  const slow = new Set(shown.slow.filter((each) => each.kind === "member").map((each) => each.where));
+  const grade = ({ name, members }) => (members.length && members.every((each) => each.state === "silent") ? "bad" : slow.has(name) ? "warn" : "up");
+  const worth = { bad: 0, warn: 1, up: 2 };
+  const found = shown.clusters.filter((each) => each.total).map((each) => ({ name: each.name, members: each.total, grade: grade(each) }));
+  return found.sort((a, b) => worth[a.grade] - worth[b.grade] || b.members - a.members || a.name.localeCompare(b.name)).slice(0, SPOKES);
+}
+
+/** Draw hosts and links of this site, or the only host with its clusters, and the other sites beside it (below it on a small screen). */
 function drawMap(shown) {
   const box = $("drawing");
   const own = shown.sites.find((site) => site.own);
@@ -531,14 +541,15 @@ function drawMap(shown) {
   const aside = width >= 640 && others.length > 0;
   const inner = aside ? width * 0.64 : width;
   const middle = [...hosts.values()];
-  const high = middle.length < 3 ? 170 : middle.length < 9 ? 260 : 380;
+  const spokes = middle.length === 1 ? spokesOf(shown) : [];
+  const high = spokes.length > 2 ? 260 : middle.length < 3 ? 170 : middle.length < 9 ? 260 : 380;
   const siteHigh = 58;
   const height = aside ? Math.max(high, others.length * (siteHigh + 12) + 32) : high + (others.length ? others.length * (siteHigh + 12) + 20 : 0);
   const edges = shown.links.filter((link) => hosts.has(link.relay) && hosts.has(link.peer));
-  const sign = JSON.stringify([width, middle.map((h) => [h.id, h.host, h.state]), edges.map((l) => [l.relay, l.peer, l.state, ms(l.rtt_ms)]), shown.sites.map((s) => [s.name, s.state, ms(s.rtt_ms)])]);
+  const sign = JSON.stringify([width, middle.map((h) => [h.id, h.host, h.state]), edges.map((l) => [l.relay, l.peer, l.state, ms(l.rtt_ms)]), shown.sites.map((s) => [s.name, s.state, ms(s.rtt_ms)]), spokes]);
   if (box.sign === sign) return;
   box.sign = sign;
-  if (!middle.length || (middle.length === 1 && !others.length)) return box.replaceChildren();
+  if (!middle.length) return box.replaceChildren();
 
   const places = new Map();
   const [x0, y0] = [inner / 2, high / 2 + 2];
@@ -553,7 +564,7 @@ function drawMap(shown) {
   });
 
   const picture = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
-  picture.setAttribute("aria-label", `Map of ${plural(hosts.size, "host")} and ${plural(others.length, "other site")}; the tables below say the same.`);
+  picture.setAttribute("aria-label", `Map of ${plural(hosts.size, "host")}${spokes.length ? ` with ${plural(spokes.length, "cluster")}` : ""} and ${plural(others.length, "other site")}; the tables below say the same.`);
   const frame = make("g", { class: "site" }, make("rect", { x: 10, y: 10, width: inner - 20, height: high - 20, rx: 8 }));
   frame.append(make("text", { x: 22, y: 28 }, own?.name ? `site ${cut(own.name, 30)}` : "this site"));
   picture.append(frame);
@@ -568,6 +579,14 @@ function drawMap(shown) {
     const at = middle.length > 9 ? 0.62 : 0.5;
     if (link.rtt_ms != null && drawn.size <= 30) labels.push(make("text", { class: "rtt", x: ax + (bx - ax) * at, y: ay + (by - ay) * at + 4, "text-anchor": "middle" }, ms(link.rtt_ms)));
   }
+  spokes.forEach(({ name, members, grade }, index) => {
+    const turn = -Math.PI / 2 + (2 * Math.PI * (index + (spokes.length === 2 ? 0.5 : 0))) / spokes.length;
+    const [x, y] = [x0 + Math.min(inner * 0.37, 300) * Math.cos(turn), y0 + high * 0.3 * Math.sin(turn)];
+    picture.append(make("line", { x1: x0, y1: y0, x2: x, y2: y, "data-state": grade === "bad" ? "bad" : "up" }));
+    const group = make("g", { class: "host cluster", "data-state": grade, "data-cluster": name }, make("title", {}, `${name}: ${plural(members, "member")}`), make("circle", { cx: x, cy: y, r: 7 }));
+    group.append(make("text", { x, y: y < y0 - 20 ? y - 13 : y + 22, "text-anchor": "middle" }, `${cut(name, 20)} ${count(members)}`));
+    picture.append(group);
+  });
   others.forEach((site, index) => {
     const y = aside ? (height - others.length * (siteHigh + 12) + 12) / 2 + index * (siteHigh + 12) : high + 14 + index * (siteHigh + 12);
     const x = aside ? inner + (width - inner) * 0.38 : width * 0.3;

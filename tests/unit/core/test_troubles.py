@@ -42,6 +42,17 @@ def test_a_report_names_those_with_the_most_and_counts_all() -> None:
     assert entry.names["large"] == 50
 
 
+def test_many_that_lost_little_push_out_none_that_lost_more() -> None:
+    unreported = Unreported()
+    lost_more = {f"more.{number}": 5 for number in range(MAX_TROUBLE_NAMES)}
+    for name, count in lost_more.items():
+        unreported.add("missing", name, count)
+    for number in range(1000):
+        unreported.add("missing", f"little.{number}", 1)
+    (entry,) = taken(unreported)
+    assert entry.names == lost_more
+
+
 @pytest.mark.parametrize("cause", TROUBLES)
 def test_the_largest_report_of_the_longest_names_can_be_sent(cause: str) -> None:
     unreported = Unreported()

@@ -115,6 +115,59 @@ def test_what_nobody_wants_is_shown_as_no_fault_and_drops_as_one() -> None:
     assert (relays.rows[0][at].text, relays.rows[0][at].style) == ("9.0", "dim")
 
 
+def styles_of(view: str, seen: Network) -> list[str]:
+    """Return the styles of the first cells of a view's rows on the screen."""
+    lines = Screen(view=view).draw(seen, 160, 40)[3:]
+    return [lines[number][0][1] for number in range(len(VIEWS[view](seen).rows))]
+
+
+def test_each_row_begins_in_the_colour_of_its_state() -> None:
+    fine = member(1, state="up", queued=0)
+    rows = [fine, member(2, state="up"), member(3, state="silent")]
+    clusters = [Cluster(name="orders", keyed=True, total=3, members=rows), Cluster(name="other", keyed=False, total=1, other_members=1)]  # fmt: skip
+    assert styles_of("members", network(clusters=clusters, slow=[])) == ["good", "warn", "bad", "dim"]  # fmt: skip
+    assert styles_of("relays", network()) == ["bad", "bad"]
+    assert styles_of("links", network()) == ["good"]
+    programs = [
+        Program(relay="", host="one", label=name, session=1, pid=1, user="", lost=5)
+        for name in ("lately", "long ago")
+    ]
+    lately = Slow(kind="program", who="lately (pid 1)", name="", host="one", where="", why=["lost"], since_s=1.0)  # fmt: skip
+    seen = network(programs=programs, slow=[lately])
+    assert sorted(styles_of("programs", seen)) == ["good", "warn"]
+
+
+def test_the_number_of_relays_is_in_the_colour_of_the_network() -> None:
+    def style(**changes: Any) -> str:
+        return dict(Screen().draw(network(**changes), 160, 40)[0])["1 relay"]
+
+    one = [Relay(id="a", host="one", site="", asked=True)]
+    assert style(relays=one, slow=[], problems=[]) == "good"
+    assert style(relays=one, problems=[]) == ""
+    assert style(slow=[], problems=[]) == "", "one is away"
+
+
+def test_a_wide_terminal_shows_other_views_beside_or_below_the_one_that_is_chosen() -> None:
+    narrow, wide = (shown(Screen(view="relays"), network(), columns) for columns in (100, 220))
+    assert "billing" not in narrow
+    row = next(line for line in wide.splitlines() if line.startswith("one "))
+    assert " │ " in row
+    for text_ in ("clusters", "orders", "streams", "billing", "programs", "web", "slow receiver"):
+        assert text_ in wide, text_
+    assert wide.count("HOST") == 3, "the chosen view is shown once, before programs and drops"
+    screen = Screen(view="relays")
+    for key in "/one":
+        screen.press(key)
+    assert "billing" in shown(screen, network(), 220), "a filter is for the view that is chosen"
+    below = shown(Screen(view="relays"), network(), 150).splitlines()
+    assert not any(" │ " in line for line in below)
+    assert below.index("clusters") > next(
+        n for n, line in enumerate(below) if line.startswith("two")
+    )
+    many = network(programs=[Program(relay="", host="h", label="p", session=n, pid=n, user="") for n in range(50)])  # fmt: skip
+    assert "44 more" in shown(Screen(view="relays"), many, 220)
+
+
 def test_text_is_sorted_from_a_to_z_and_figures_from_the_largest_on() -> None:
     screen = Screen()
 
