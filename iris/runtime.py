@@ -494,7 +494,7 @@ class Runtime:
 
     def _send_trouble(self, make: Callable[[], frames.Control]) -> None:
         attachment = self.attachment
-        if attachment is not None and attachment.session is not None:
+        if attachment is not None and attachment.session is not None and not attachment.blocked:
             attachment.session.control(make())
             attachment.touch()
 

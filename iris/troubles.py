@@ -2,7 +2,7 @@
 
     something was lost ── REPORT_S ──► one TROUBLE frame ── REPORT_S ──► the next one, if there was more
 
-Nothing is sent, and no timer runs, while all is well. Without a relay the counts wait for the next one.
+Nothing is sent, and no timer runs, while all is well. Without a relay, or while it does not read, the counts wait.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TroubleReports:
     __slots__ = ("_ended", "_send", "_timer", "_unreported")
 
     def __init__(self, send: Callable[[Callable[[], frames.Control]], None]) -> None:
-        """`send` sends the frame that its argument makes. It does not call it while no relay is connected."""
+        """`send` sends the frame that its argument makes. It does not call it while nothing can be sent."""
         self._send = send
         self._unreported = Unreported()
         self._timer: asyncio.TimerHandle | None = None

@@ -227,6 +227,19 @@ async def test_what_was_lost_without_a_relay_is_reported_to_the_next_one() -> No
             assert (row["count"], row["names"]) == (1, {"t": 1})
 
 
+async def test_a_report_waits_while_the_relay_does_not_read() -> None:
+    async with LocalCluster() as cluster, cluster.client() as client:
+        attachment = client._runtime.attached()
+        attachment.blocked = True  # as if much were unwritten
+        client._runtime.troubles.count("missing", "t")
+        client._runtime.troubles.flush()
+        assert await rows(client) == []
+        attachment.blocked = False
+        client._runtime.troubles.flush()
+        (row,) = await rows(client)
+        assert row["count"] == 1
+
+
 async def test_a_client_without_losses_sends_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("iris.troubles.REPORT_S", 0.01)
     from relay.core.troubles import Troubles

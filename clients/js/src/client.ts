@@ -144,7 +144,8 @@ export class Client implements AsyncDisposable {
   readonly #waiters = new Set<() => void>();
   readonly #stop = new AbortController();
   readonly #troubles = new Troubles((kind, make) => {
-    if (this.#parts && !this.#parts.session.ended) this.#parts.session.control(kind, make());
+    const session = this.#parts?.session;
+    if (session && !session.ended && !session.outbox.full) session.control(kind, make());
   });
   #parts: Parts | null = null;
   /** Sessions that are open, among them those that move. */

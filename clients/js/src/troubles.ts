@@ -15,14 +15,14 @@ interface Tally {
   readonly names: Map<string, number>;
 }
 
-/** The reports of one client. Without a relay the counts wait for the next one. */
+/** The reports of one client. Without a relay, or while it does not read, the counts wait. */
 export class Troubles {
   readonly #send: (kind: number, make: () => Fields) => void;
   #tallies = new Map<Trouble, Tally>();
   #timer: ReturnType<typeof setTimeout> | undefined;
   #ended = false;
 
-  /** `send` sends a frame, or does not call `make` because no relay is connected. */
+  /** `send` sends a frame, or does not call `make` because nothing can be sent now. */
   constructor(send: (kind: number, make: () => Fields) => void) {
     this.#send = send;
   }
