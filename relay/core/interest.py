@@ -162,7 +162,7 @@ class Interest:
         return len(self._names)
 
     def cluster_counts(self) -> Iterator[tuple[str, dict[str, int]]]:
-        """Yield (name, first 4 bytes of key ids in hex -> members) of the oldest `MAX_SHOWN` names that are still used."""
+        """Yield (name, first 4 bytes of key ids in hex -> members) of the oldest `MAX_SHOWN` names that are left."""
         for name in sorted(islice(self._names, MAX_SHOWN)):
             counts = sorted(islice(self._names.get(name, {}).items(), MAX_OTHERS))
             yield name, {key_id[:4].hex(): count for key_id, count in counts}
