@@ -276,8 +276,14 @@ COUNTERS = {
     "Quiet._logged",
     "WebListener.refusals",
     "RemoteListener.refusals",
+    "Tally.names",
+    "Troubles._programs",
+    "Troubles._rows",
+    "Troubles.totals",
 }
-"""A few causes, where members were in the last minutes, and the latest lines of the log."""
+"""A few causes, where members were in the last minutes, the latest lines of the log, and the latest losses that
+programs have reported.
+"""
 
 
 def test_no_table_of_a_relay_keeps_anything_of_sessions_that_have_gone(tmp_path: Path) -> None:
