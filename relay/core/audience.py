@@ -7,6 +7,7 @@ TOPIC with `slow` ──► TOPIC to every link with subscribers ──► their
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Final
 
 import msgspec
@@ -25,6 +26,8 @@ from relay.core.slow import SlowReceivers
 
 ASK_US: Final = 500_000
 """Longest wait for the answers of other relays."""
+ENDED: Final = 64
+"""Questions that end together, before others get their turn."""
 MAX_ASKED: Final = 1024
 """Limit of questions that wait for other relays. Over it, a question is answered with what this relay knows."""
 _SLOW_BYTES: Final = MAX_CONTROL_BYTES - 2048
@@ -114,13 +117,13 @@ class Audiences:
                     self._end(number)
 
     def expire(self, now_us: int) -> None:
-        """Answer questions that have waited for `ASK_US` with what has arrived."""
-        for number, question in list(self._questions.items()):
-            if now_us >= question.until_us:
-                self._end(number)
-        self.deadline_us = min(
-            (each.until_us for each in self._questions.values()), default=NEVER_US
-        )
+        """Answer questions that have waited for `ASK_US` with what has arrived, a few at a time."""
+        for number, question in list(islice(self._questions.items(), ENDED)):
+            if now_us < question.until_us:
+                break
+            self._end(number)
+        oldest = next(iter(self._questions.values()), None)
+        self.deadline_us = NEVER_US if oldest is None else oldest.until_us
 
     def _end(self, number: int) -> None:
         question = self._questions.pop(number)

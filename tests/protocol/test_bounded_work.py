@@ -17,7 +17,7 @@ from iris.wire.frames import Serving
 from iris.wire.kinds import UNLIMITED, Cause, Kind
 from iris.wire.link_frames import MemberEntry
 from iris.wire.runs import call_run
-from relay.core import control
+from relay.core import audience, control
 from relay.core import credit as credit_module
 from relay.core import leaving as leaving_module
 from relay.core import mesh as mesh_module
@@ -536,6 +536,26 @@ def test_a_run_of_calls_to_many_members_is_dispatched_in_parts() -> None:
         assert len(fails) >= 49
     assert caller.session.pending == 0
     assert router.accounts.balance() == 0
+
+
+# -- questions about topics -----------------------------------------------------------------------------------------
+
+
+def test_questions_that_other_relays_do_not_answer_end_a_few_at_a_time() -> None:
+    net = Network(relays=2)
+    net.link(0, 1)
+    assert not Party(net.routers[1]).subscribe("news")
+    net.run()
+    asking = Party(net.router)
+    for _ in range(3 * audience.ENDED):
+        asking.say(frames.Topic(1, "news", KEY_ID, slow=True))
+    assert not asking.received(frames.Audience)
+    net.router.now_us += audience.ASK_US
+    answered = []
+    while net.router.audiences.deadline_us <= net.router.now_us:
+        net.router.audiences.expire(net.router.now_us)
+        answered.append(len(asking.received(frames.Audience)))
+    assert answered == [audience.ENDED] * 3
 
 
 # -- STATUS -------------------------------------------------------------------------------------------------------

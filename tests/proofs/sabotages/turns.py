@@ -13,6 +13,15 @@ WEB = ("tests/integration/test_web_attacks.py",)
 
 SABOTAGES: tuple[Sabotage, ...] = (
     Sabotage(
+        "questions-end-at-once",
+        "relay/core/audience.py",
+        "Audiences.expire",
+        "islice(self._questions.items(), ENDED)",
+        "self._questions.items()",
+        WORK,
+        "a thousand questions that other relays do not answer hold the relay as they end",
+    ),
+    Sabotage(
         "status-at-once",
         "relay/core/control.py",
         "SessionControl._report_in_parts",
