@@ -24,6 +24,7 @@ from iris.wire.codec import (
     FRAME_OVERHEAD,
     KIND_AT,
     FrameReader,
+    OnFrame,
     decode_control,
     encode_control,
     ignored,
@@ -53,6 +54,8 @@ INTERNAL = "internal error"
 """Reason for which a connection is cut after a bug."""
 WEB_USER = "web"
 """User of sessions over WebSocket that showed no ticket."""
+_QUESTIONS = frozenset({Kind.STATUS, Kind.MEMBERS, Kind.TOPIC})
+"""Frames of a session that change nothing, and whose answers may cost much."""
 _CREDENTIALS = struct.Struct("3i")
 """struct ucred: pid, uid, gid."""
 ChannelOf = Callable[[ssl.SSLContext], bytes]
@@ -283,6 +286,8 @@ class SessionPort(ConnectionPort):
         self._left_bytes = -1
         self._gone = False
         """Whether the connection was lost while frames waited for their turn; they are handled first."""
+        self._handle: OnFrame = ignored
+        """What handles frames that waited when the connection was lost."""
         self._busy_since_s = time.monotonic()
 
     # -- asyncio ---------------------------------------------------------------------------------------------
@@ -418,10 +423,16 @@ class SessionPort(ConnectionPort):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._reader.waiting and not (self._closed or self._finishing):
             self._closed = self._gone = True
+            self._handle = self._reader.on_frame
+            self._reader.on_frame = self._unanswered
             self.turn.resume(PEER)
             return
         self._closed = True
         self._end()
+
+    def _unanswered(self, buf: memoryview, start: int, end: int) -> object:
+        """Handle a frame of a connection that is lost, unless it only asks something: nobody would get the answer."""
+        return None if buf[start + KIND_AT] in _QUESTIONS else self._handle(buf, start, end)
 
     def _process_ended(self) -> None:
         """End the session if another process still has the connection. Else the kernel has ended it already."""

@@ -13,6 +13,15 @@ WEB = ("tests/integration/test_web_attacks.py",)
 
 SABOTAGES: tuple[Sabotage, ...] = (
     Sabotage(
+        "questions-of-the-lost",
+        "relay/net/sessions.py",
+        "SessionPort._unanswered",
+        "buf[start + KIND_AT] in _QUESTIONS",
+        "False",
+        SESSIONS,
+        "the session of a process that ended stays for minutes, and answers nobody",
+    ),
+    Sabotage(
         "questions-end-at-once",
         "relay/core/audience.py",
         "Audiences.expire",

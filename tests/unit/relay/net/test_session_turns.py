@@ -134,6 +134,22 @@ async def test_what_was_received_before_the_connection_was_lost_is_handled(rig: 
     assert rig.ns - seen == (PINGS - 2) * (CONTROL_NS // 2)
 
 
+async def test_questions_that_wait_when_the_connection_is_lost_are_not_answered(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """256 KiB of them can wait, and each may take milliseconds: the session of a process that ended would stay."""
+    asked: list[str] = []
+    for name in ("status_in_parts", "numbers"):
+        monkeypatch.setattr(rig.router, name, lambda *_, name=name: asked.append(name))
+    questions = (frames.Status(1), frames.Topic(2, "news", bytes(16)), frames.Members(3, "db", [bytes(16)]))  # fmt: skip
+    rig.come(pings(PINGS) + b"".join(map(encode_control, 10 * questions)))
+    rig.port.connection_lost(ConnectionResetError())
+    for _ in range(PINGS):
+        await asyncio.sleep(0)
+    assert not asked
+    assert not rig.router.sessions
+
+
 async def test_a_session_that_is_cut_while_frames_wait_ends_at_once(rig: Rig) -> None:
     rig.come(pings(PINGS))
     await end(rig)
