@@ -27,8 +27,8 @@ async def archive(photo: bytes) -> None:
     )  # nobody waits for a push, so the member's log is where this is seen
 
 
-def on_loss(lost: iris.Lost) -> None:
-    print(f"lost {lost.kind} {lost.name}: {lost.count} ({lost.cause})")
+def on_loss(loss: iris.Loss) -> None:
+    print(f"lost {loss.kind} {loss.name}: {loss.count} ({loss.cause})")
 
 
 async def main() -> None:

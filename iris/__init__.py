@@ -63,8 +63,8 @@ Flow and losses
     credit        a receiver's permission to send it a number of messages or bytes
     window        the most that may be sent and not yet confirmed; credit is granted within it
     drain         to finish what was accepted, and accept nothing new, before stopping
-    loss          casts that did not arrive, or a push that failed, with their number if it is known (`iris.Lost`)
-    report        to make a loss known: to `on_loss`, `on_gap` and `losses`, and in the log
+    loss          casts that did not arrive, or a push that failed, with their number if it is known (`iris.Loss`)
+    report        to make a loss known: to `on_loss` and in `losses`, and in the log
     slow receiver a process or relay that did not read in time, so that messages for it were dropped
     audience      the number of subscribers of a topic, and its slow receivers (`iris.Audience`)
 
@@ -74,7 +74,7 @@ Durable streams
     partition     one of the logs of a stream; a message's key says which one it goes to
     record        the unit of storage: one or several messages, sealed together
     offset        the position of a message in a stream; never used twice
-    gap           offsets of a stream without messages, or casts that a subscription did not receive
+    gap           offsets of a stream without messages, reported to its readers (`iris.StreamGap`)
     append        to write messages to a stream; it returns when they are on disk
     producer      a client that appends; it numbers its records, so that a retry is stored once
     reader        reads a stream from an offset on; it keeps its position itself

@@ -23,7 +23,7 @@ from iris.audience import Audience
 from iris.config import ClientConfig
 from iris.core.bundle import Headers
 from iris.core.credit import WhenFull
-from iris.core.interfaces import Lost
+from iris.core.interfaces import Loss
 from iris.core.message import Message
 from iris.crypto.keyring import Keyring
 from iris.deadlines import HANDLED, carried_on, handled_us
@@ -202,7 +202,7 @@ class Client(OneProcess):
         return self._run(self._client.wait_for_subscribers(topic, count, timeout=timeout))
 
     @contextlib.contextmanager
-    def watch_losses(self, *, timeout: float = 5.0) -> Iterator[list[Lost]]:
+    def watch_losses(self, *, timeout: float = 5.0) -> Iterator[list[Loss]]:
         """See `iris.Client.watch_losses`."""
         watching = self._client.watch_losses(timeout=timeout)
         losses = self._run(watching.__aenter__())
@@ -222,10 +222,10 @@ class Client(OneProcess):
         return self._client.message_limit
 
     @property
-    def losses(self) -> list[Lost]:
+    def losses(self) -> list[Loss]:
         """The latest losses, oldest first; see `iris.Client.losses`."""
 
-        async def copied() -> list[Lost]:
+        async def copied() -> list[Loss]:
             return list(self._client.losses)
 
         return self._run(copied())
@@ -322,19 +322,19 @@ class Client(OneProcess):
     @contextlib.contextmanager
     def subscribe(
         self, pattern: str, *, group: str | None = None, policy: Policy = "drop-new", limit_bytes: int = QUEUE_BYTES,
-        on_gap: Callable[[Lost], object] | None = None, when_full: WhenFull = "drop",
+        on_loss: Callable[[Loss], object] | None = None, when_full: WhenFull = "drop",
     ) -> Iterator[Iterator[Message]]:  # fmt: skip
         """Subscribe, and iterate over the messages in the block. See `iris.Client.subscribe`.
 
         with client.subscribe("orders.>") as messages:
             for message in messages: ...
 
-        `on_gap` is called on the client's thread.
+        `on_loss` is called on the client's thread.
         """
 
         async def start() -> Any:
             subscription = self._client.subscribe(
-                pattern, group=group, policy=policy, limit_bytes=limit_bytes, on_gap=on_gap, when_full=when_full
+                pattern, group=group, policy=policy, limit_bytes=limit_bytes, on_loss=on_loss, when_full=when_full
             )  # fmt: skip
             return await subscription.__aenter__()
 

@@ -12,7 +12,7 @@ from iris.attachment import OPEN
 from iris.checks import check_many
 from iris.connection import Connection
 from iris.core.bundle import Headers
-from iris.core.interfaces import Lost
+from iris.core.interfaces import Loss
 from iris.core.message import Message, check_decodable, decode_payload
 from iris.deadlines import (
     HANDLED,
@@ -296,10 +296,10 @@ class Calls(Connection):
         await self._runtime.answered(waiter, "the relay did not answer", timeout, until_s)
 
     @contextlib.asynccontextmanager
-    async def watch_losses(self, *, timeout: float = 5.0) -> AsyncIterator[list[Lost]]:
+    async def watch_losses(self, *, timeout: float = 5.0) -> AsyncIterator[list[Loss]]:
         """Collect the losses of messages sent inside the block: `async with client.watch_losses() as losses`.
 
-        After a `flush` the list is complete. If the relay was lost or stopped meanwhile, the list has a `Lost`
+        After a `flush` the list is complete. If the relay was lost or stopped meanwhile, the list has a `Loss`
         of kind "relay": some of the messages sent before it may be lost.
 
         Waits for a relay first, and raises ConnectionLost if none is connected within `timeout` seconds.

@@ -21,7 +21,7 @@ from iris.calls import Calls
 from iris.config import ClientConfig
 from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers
 from iris.core.credit import WhenFull
-from iris.core.interfaces import Lost
+from iris.core.interfaces import Loss
 from iris.crypto.keyring import Keyring
 from iris.deadlines import (
     deadline,
@@ -260,7 +260,7 @@ class Client(Calls, AsyncOnly):
 
     def subscribe(
         self, pattern: str, handler: Callable[..., object] | None = None, *, group: str | None = None,
-        policy: Policy = "drop-new", limit_bytes: int = QUEUE_BYTES, on_gap: Callable[[Lost], object] | None = None,
+        policy: Policy = "drop-new", limit_bytes: int = QUEUE_BYTES, on_loss: Callable[[Loss], object] | None = None,
         concurrency: int = 1, when_full: WhenFull = "drop",
     ) -> Subscription:  # fmt: skip
         """Subscribe to the topics that match `pattern`: with a `handler`, or with `async for` over the subscription.
@@ -287,7 +287,7 @@ class Client(Calls, AsyncOnly):
         make: Callable[..., Subscription]
         make = Subscription if self._tracer is None else self._tracer.subscription
         return make(
-            self._runtime, pattern, callback, group, policy, limit_bytes, on_gap, concurrency, when_full
+            self._runtime, pattern, callback, group, policy, limit_bytes, on_loss, concurrency, when_full
         )  # fmt: skip
 
     # -- serving ---------------------------------------------------------------------------------------------

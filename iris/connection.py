@@ -20,7 +20,7 @@ from iris.attachment import FORKED, OPEN, Attachment, Connector
 from iris.awaiting import check_callback
 from iris.checks import check_number
 from iris.config import ClientConfig
-from iris.core.interfaces import Lost
+from iris.core.interfaces import Loss
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
 from iris.dialling import arrivals, find_keys, reach, retried
@@ -186,7 +186,7 @@ class Connection(OneProcess):
             await self._relay.close()
 
     @property
-    def on_loss(self) -> Callable[[Lost], object] | None:
+    def on_loss(self) -> Callable[[Loss], object] | None:
         """Function that is called with every loss, or None.
 
         It must be a plain function. Losses are pushes that failed, gaps in subscriptions and broadcasts, and messages
@@ -195,7 +195,7 @@ class Connection(OneProcess):
         return self._runtime.on_loss
 
     @on_loss.setter
-    def on_loss(self, handler: Callable[[Lost], object] | None) -> None:
+    def on_loss(self, handler: Callable[[Loss], object] | None) -> None:
         check_callback("on_loss", handler)
         self._runtime.on_loss = handler
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from iris.core.bundle import Headers
-from iris.core.interfaces import Lost
+from iris.core.interfaces import Loss
 from iris.errors import ConnectionLost
 from iris.wire.kinds import Kind
 
@@ -17,7 +17,7 @@ Cast = tuple[int, str, bytes, Headers | None, bool]
 class HeldCasts:
     """Casts that wait for a session, in their order."""
 
-    def __init__(self, limit_bytes: int, report: Callable[[Lost], object]) -> None:
+    def __init__(self, limit_bytes: int, report: Callable[[Loss], object]) -> None:
         """`report` is called with the loss of each cast that cannot be sent any more."""
         self.bytes = 0
         """Bytes held."""
@@ -53,4 +53,4 @@ class HeldCasts:
 
     def lost(self, cast: Cast, cause: str) -> None:
         """Report that a cast will not be sent."""
-        self._report(Lost(Kind(cast[0]).name.lower(), cast[1], b"", 1, cause))
+        self._report(Loss(Kind(cast[0]).name.lower(), cast[1], b"", 1, cause))

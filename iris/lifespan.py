@@ -87,7 +87,7 @@ async def _joined(
                     topic.pattern,
                     topic.handler.as_callback(),
                     topic.group,
-                    on_gap=binding.on_gap,
+                    on_loss=binding.on_loss,
                     concurrency=topic.concurrency,
                     when_full=topic.when_full,
                 )

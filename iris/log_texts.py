@@ -20,9 +20,9 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "client.disconnected": "The client lost its relay: {reason}. It looks for one again.",
     "client.reconnect": "The client could not connect: {error}. It tries again.",
     "client.relay_draining": "The relay is stopping. The client finishes there what is in flight and looks for another relay.",
-    "client.lost": (
-        "Messages were lost, and {held_back} more losses like it were not logged: {lost}.",
-        "Messages were lost: {lost}.",
+    "client.loss": (
+        "Messages were lost, and {held_back} more losses like it were not logged: {loss}.",
+        "Messages were lost: {loss}.",
         "Subscription {subscription} missed at least {messages} messages (losses: {losses}, of unknown size: {unknown}), the last ones on topic {topic}: {cause}.",
         "Subscription {subscription} missed {messages} messages (losses: {losses}), the last ones on topic {topic}: {cause}.",
         "Subscription {subscription} missed an unknown number of messages (losses: {losses}, of unknown size: {unknown}), the last ones on topic {topic}: {cause}.",

@@ -2,7 +2,7 @@
 
 Modules log a constant event with fields beside it, with a logger that `logger` made:
 
-    log.warning("client.lost", extra={"fields": {"topic": topic}})
+    log.warning("client.loss", extra={"fields": {"topic": topic}})
 
 The record then has `event` (the constant name) and `fields`, and its message is "event: sentence key=value ...": the
 event's sentence (`iris.log_texts`), and the fields that the sentence does not use. The message is made only if a

@@ -13,7 +13,7 @@ from contextvars import copy_context
 from typing import Final
 
 from iris.awaiting import check_returned
-from iris.core.interfaces import Lost
+from iris.core.interfaces import Loss
 from iris.logs import RAISED, logger
 from iris.runtime import Runtime
 from iris.wire.kinds import TroubleCause
@@ -56,29 +56,29 @@ class LossLog:
         self._reported = True
         """Whether a handler of the program received each loss that is not logged yet."""
 
-    def report(self, lost: Lost, on_gap: Callable[[Lost], object] | None) -> None:
-        """Log a loss, now or together with later ones, and call `on_gap` with it.
+    def report(self, loss: Loss, on_loss: Callable[[Loss], object] | None) -> None:
+        """Log a loss, now or together with later ones, and call `on_loss` with it.
 
-        The level is INFO if the program has a handler for losses (`on_gap`, or the client's `on_loss`), else WARNING.
+        The level is INFO if the program has a handler for losses (its own `on_loss` or the client's), else WARNING.
         """
         self._losses += 1
-        self._messages += lost.count or 0
-        self._unknown += lost.count is None
-        self._topic, self._cause = lost.name, lost.cause
-        if lost.count is None:
+        self._messages += loss.count or 0
+        self._unknown += loss.count is None
+        self._topic, self._cause = loss.name, loss.cause
+        if loss.count is None:
             self._runtime.troubles.count("uncounted", self._name)
         else:
-            cause = CAUSES.get(lost.cause, "missing")
-            self._runtime.troubles.count(cause, self._name, lost.count)
-        if on_gap is None and self._runtime.on_loss is None:
+            cause = CAUSES.get(loss.cause, "missing")
+            self._runtime.troubles.count(cause, self._name, loss.count)
+        if on_loss is None and self._runtime.on_loss is None:
             self._reported = False
         if self._timer is None:
             self._log_sum()
-        if on_gap is not None:
+        if on_loss is not None:
             try:
-                check_returned(self._context.copy().run(on_gap, lost))
+                check_returned(self._context.copy().run(on_loss, loss))
             except RAISED as err:
-                self._runtime.handler_failed(self._handler, self._name, on_gap, err)
+                self._runtime.handler_failed(self._handler, self._name, on_loss, err)
 
     def end(self) -> None:
         """Log the losses that are not logged yet, and stop the timer. Idempotent."""
@@ -110,4 +110,4 @@ class LossLog:
         level = logging.INFO if self._reported else logging.WARNING
         self._losses = self._messages = self._unknown = 0
         self._reported = True
-        log.log(level, "client.lost", extra={"fields": fields})
+        log.log(level, "client.loss", extra={"fields": fields})

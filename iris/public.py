@@ -4,7 +4,7 @@ from iris.audience import Audience, SlowReceiver
 from iris.client import Client, connect
 from iris.config import ClientConfig, Limits
 from iris.core.faults import Refusal
-from iris.core.interfaces import Lost
+from iris.core.interfaces import Loss
 from iris.core.message import Message
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
@@ -82,7 +82,7 @@ __all__ = [
     "Keyring",
     "KeyringError",
     "Limits",
-    "Lost",
+    "Loss",
     "Members",
     "Message",
     "MessageTooLarge",

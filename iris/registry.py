@@ -13,7 +13,7 @@ from msgspec import UNSET
 
 from iris.core.guard import Guard
 from iris.core.inbound import InFlow
-from iris.core.interfaces import Binding, Lost, Sink
+from iris.core.interfaces import Binding, Loss, Sink
 from iris.core.message import Message
 from iris.core.session import Session
 from iris.crypto.keyring import Keyring
@@ -56,7 +56,7 @@ class Subscriber(Sink, Protocol):
 
     filter: str
     group: str
-    lost: int
+    lost_messages: int
     stopped: asyncio.Future[None] | None
 
     @property
@@ -96,9 +96,9 @@ class Sharers:
             self._turn += 1
             sinks[self._turn % len(sinks)].deliver(part, max(1, size * len(part) // count))
 
-    def gap(self, gap: Lost) -> None:
+    def gap(self, loss: Loss) -> None:
         """Report a loss to one of them, because nobody knows whose it would have been."""
-        self._sinks[0].gap(gap)
+        self._sinks[0].gap(loss)
 
 
 class Registry:
@@ -445,22 +445,22 @@ class Registry:
         for member in session.members:
             self._bindings.pop(member, None)
 
-    def detached(self, reason: str) -> list[Lost]:
+    def detached(self, reason: str) -> list[Loss]:
         """Report a loss of unknown count to each subscription and service, and return the losses.
 
         Without a relay nobody can know how many messages they miss.
         """
-        losses: list[Lost] = []
+        losses: list[Loss] = []
         for (pattern, _), subscriptions in (*self._subscriptions.items(), *self._leaving.items()):
-            lost = Lost("publish", pattern, b"", None, reason)
-            losses.append(lost)
+            loss = Loss("publish", pattern, b"", None, reason)
+            losses.append(loss)
             for subscription in subscriptions:
-                subscription.gap(lost)
+                subscription.gap(loss)
         for binding in self.services:
             if binding.expects_broadcasts:
-                lost = Lost("broadcast", binding.service.name, b"", None, reason)
-                losses.append(lost)
-                binding.gap(lost)
+                loss = Loss("broadcast", binding.service.name, b"", None, reason)
+                losses.append(loss)
+                binding.gap(loss)
         return losses
 
     def end(self) -> None:

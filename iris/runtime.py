@@ -20,7 +20,7 @@ from iris.core.bundle import Headers, check_headers
 from iris.core.conversation import UP
 from iris.core.credit import WhenFull
 from iris.core.inbound import InFlow
-from iris.core.interfaces import Lost, Sink
+from iris.core.interfaces import Loss, Sink
 from iris.core.local_senders import LocalSenders
 from iris.core.message import encode_payload
 from iris.core.outflow import OutFlow
@@ -82,11 +82,11 @@ class Runtime:
         self.config = config
         self._context = copy_context()
         """That of the program, of which each call of `on_loss` has a copy."""
-        self.losses: deque[Lost] = deque(maxlen=MAX_LOSSES)
+        self.losses: deque[Loss] = deque(maxlen=MAX_LOSSES)
         """The latest losses, at most `MAX_LOSSES`, oldest first."""
         self.reported_losses = 0
         """Losses added to `losses`, also those that it no longer keeps."""
-        self.on_loss: Callable[[Lost], object] | None = None
+        self.on_loss: Callable[[Loss], object] | None = None
         """Called with every loss."""
         self.counters: dict[str, int] = {}
         """Messages dropped in this process, by cause, and the number of handlers that failed: name -> count."""
@@ -100,7 +100,7 @@ class Runtime:
         self.troubles = TroubleReports(self._send_trouble)
         """Losses and failed handlers, which the relay shows to operators."""
         self._reloading = asyncio.Lock()
-        self._watched: list[list[Lost]] = []
+        self._watched: list[list[Loss]] = []
         """Lists that collect losses, one for each active `watching_losses`."""
         self._repeats = Repeats()
         """Limits the log lines about failed handlers, losses of sent messages, and stalls."""
@@ -431,9 +431,9 @@ class Runtime:
     def detached(self, reason: str) -> None:
         """Report losses of unknown count, because the session was lost."""
         for watched in self._watched:
-            watched.append(Lost("relay", "relay", b"", None, reason))
-        for lost in self.registry.detached(reason):
-            self.report_loss(lost)
+            watched.append(Loss("relay", "relay", b"", None, reason))
+        for loss in self.registry.detached(reason):
+            self.report_loss(loss)
 
     def draining(self) -> None:
         """Handle DRAIN from a relay that is stopping: finish what is in flight there, and look for the next relay."""
@@ -448,23 +448,23 @@ class Runtime:
 
     # -- losses and counters ---------------------------------------------------------------------------------
 
-    def lost(self, lost: Lost) -> None:
+    def lost(self, loss: Loss) -> None:
         """Report messages lost that this process sent or should have received.
 
         Losses of sent messages are logged here; subscriptions and services log what they did not receive.
         """
-        if not lost.source:
-            if lost.cause != NO_MEMBERS:  # a broadcast without members is nobody's loss
-                if lost.count is None:
-                    self.troubles.count("uncounted", lost.name)
+        if not loss.source:
+            if loss.cause != NO_MEMBERS:  # a broadcast without members is nobody's loss
+                if loss.count is None:
+                    self.troubles.count("uncounted", loss.name)
                 else:
-                    self.troubles.count("not sent", lost.name, lost.count)
+                    self.troubles.count("not sent", loss.name, loss.count)
             for watched in self._watched:
-                watched.append(lost)
+                watched.append(loss)
             if self.on_loss is None and not self._watched:
-                key = (lost.kind, lost.name, type(lost.error))
-                self._repeats.warning(log, "client.lost", key, None, {"lost": str(lost)})
-        self.report_loss(lost)
+                key = (loss.kind, loss.name, type(loss.error))
+                self._repeats.warning(log, "client.loss", key, None, {"loss": str(loss)})
+        self.report_loss(loss)
 
     def other_keys(self, topic: str, key_id: bytes, others: dict[str, int]) -> None:
         """Log that a topic published to under a key has subscribers only under other keys."""
@@ -473,22 +473,22 @@ class Runtime:
         self._repeats.warning(log, "client.other_keys", (topic, key), None, fields)
 
     @contextlib.contextmanager
-    def watching_losses(self) -> Iterator[list[Lost]]:
+    def watching_losses(self) -> Iterator[list[Loss]]:
         """Collect the losses of sent messages, and of the relay, inside the block."""
-        watched: list[Lost] = []
+        watched: list[Loss] = []
         self._watched.append(watched)
         try:
             yield watched
         finally:
             self._watched = [other for other in self._watched if other is not watched]
 
-    def report_loss(self, lost: Lost) -> None:
+    def report_loss(self, loss: Loss) -> None:
         """Add a loss, which is counted and logged already, to `losses`, and call `on_loss` with it."""
-        self.losses.append(lost)
+        self.losses.append(loss)
         self.reported_losses += 1
         if self.on_loss is not None:
             try:
-                check_returned(self._context.copy().run(self.on_loss, lost))
+                check_returned(self._context.copy().run(self.on_loss, loss))
             except RAISED as err:
                 self.handler_failed("on_loss", "", self.on_loss, err)
 

@@ -112,7 +112,7 @@ class Service:
         self.handlers: dict[Kind, Handler] = {}
         self.topics: list[Topic] = []
         """Handlers of publications."""
-        self.gap_handler: Handler | None = None
+        self.loss_handler: Handler | None = None
 
     @overload
     def on_request(self, function: F, /) -> F: ...
@@ -236,11 +236,11 @@ class Service:
 
         return register
 
-    def on_gap(self, function: F) -> F:
-        """Decorator: call this plain function with each loss (`iris.Lost`) of broadcasts and publications."""
+    def on_loss(self, function: F) -> F:
+        """Decorator: call this plain function with each loss (`iris.Loss`) of broadcasts and publications."""
         check_function(function)
-        check_callback("on_gap", function)
-        self.gap_handler = Handler(function)
+        check_callback("on_loss", function)
+        self.loss_handler = Handler(function)
         return function
 
     def _on(
@@ -292,8 +292,8 @@ class Service:
     def in_loop(self) -> list[Callable[..., Any]]:
         """Functions of the service that are called in the event loop."""
         handlers = [*self.handlers.values(), *(topic.handler for topic in self.topics)]
-        if self.gap_handler is not None:
-            handlers.append(self.gap_handler)
+        if self.loss_handler is not None:
+            handlers.append(self.loss_handler)
         return [
             *self.middleware,
             *(function for handler in handlers for function in handler.in_loop),

@@ -16,7 +16,7 @@ from iris.cancelling import Cancelling
 from iris.contexts import Contexts
 from iris.core import faults
 from iris.core.bundle import Headers
-from iris.core.interfaces import Delivery, Lost
+from iris.core.interfaces import Delivery, Loss
 from iris.core.message import MEMBER_HEADER, Message
 from iris.core.tunnel import TunnelEnd
 from iris.deadlines import HANDLED
@@ -93,11 +93,11 @@ class ServiceBinding(OneProcess):
         self._stop_by_s: float | None = None
         """Set by `stop`: the loop time until which it waits for cancelled tasks."""
         self._tunnel_handler = handlers.get(Kind.TUNNEL_OPEN)
-        self.on_gap: Callable[[Lost], object] | None = None
+        self.on_loss: Callable[[Loss], object] | None = None
         """Handler of losses."""
-        if service.gap_handler is not None:
-            self.on_gap = service.gap_handler.resolved(provided, has_message=False).function
-        self._log = LossLog(runtime, "service", service.name, f"gap handler of {service.name}")
+        if service.loss_handler is not None:
+            self.on_loss = service.loss_handler.resolved(provided, has_message=False).function
+        self._log = LossLog(runtime, "service", service.name, f"on_loss of {service.name}")
 
     def joined(self, member: int, member_id: str, key_ids: Iterable[bytes]) -> None:
         """Record the member that the relay made for this service. After a reconnect it is another one."""
@@ -116,8 +116,8 @@ class ServiceBinding(OneProcess):
 
     @property
     def expects_broadcasts(self) -> bool:
-        """Whether the service has a handler for broadcasts or gaps, so that missing broadcasts are reported."""
-        return self._broadcasts.handler is not None or self.on_gap is not None
+        """Whether the service has a handler for broadcasts or losses, so that missing broadcasts are reported."""
+        return self._broadcasts.handler is not None or self.on_loss is not None
 
     def admit(self, kind: int, size: int) -> Refusal | None:
         """Return the reason to refuse a message of `size` bytes before it is opened, or None to accept it."""
@@ -251,9 +251,9 @@ class ServiceBinding(OneProcess):
         self._tunnels.add(task)
         task.add_done_callback(self._tunnels.discard)
 
-    def gap(self, gap: Lost) -> None:
+    def gap(self, loss: Loss) -> None:
         """Report broadcasts that did not arrive."""
-        self._log.report(gap, self.on_gap)
+        self._log.report(loss, self.on_loss)
 
     # -- running ---------------------------------------------------------------------------------------------
 
@@ -425,9 +425,9 @@ class ServiceBinding(OneProcess):
         """Count and report dropped broadcasts, which are of one sender."""
         first = messages[0]
         self._runtime.count_dropped(cause, len(messages))
-        lost = Lost("broadcast", first.name, first.source, len(messages), cause)
-        self.gap(lost)
-        self._runtime.report_loss(lost)
+        loss = Loss("broadcast", first.name, first.source, len(messages), cause)
+        self.gap(loss)
+        self._runtime.report_loss(loss)
 
     def answer(self, delivery: Delivery, value: object) -> None:
         """Answer a delivery with the value that its handler returned; for a push, only return its credit."""

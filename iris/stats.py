@@ -23,7 +23,7 @@ class SubscriptionStats:
     """Bytes that were received and not handled yet."""
     limit_bytes: int
     """Limit of `queued_bytes`."""
-    lost: int
+    lost_messages: int
     """Messages for it that are known to be lost."""
 
 
@@ -116,7 +116,8 @@ def snapshot(runtime: Runtime) -> Stats:
     registry = runtime.registry
     subscriptions = tuple(
         SubscriptionStats(
-            filter=each.filter, group=each.group, queued_bytes=each.queued_bytes, limit_bytes=each.limit_bytes, lost=each.lost
+            filter=each.filter, group=each.group, queued_bytes=each.queued_bytes, limit_bytes=each.limit_bytes,
+            lost_messages=each.lost_messages,
         )
         for each in registry.subscriptions()
     )  # fmt: skip

@@ -12,7 +12,7 @@ from iris.awaiting import check_callback, finished, is_late
 from iris.checks import check_whole
 from iris.contexts import Contexts, Late
 from iris.core.credit import MIN_QUEUE_BYTES, WhenFull
-from iris.core.interfaces import Lost
+from iris.core.interfaces import Loss
 from iris.core.message import Message
 from iris.deadlines import within
 from iris.errors import Closed, ConfigError, IrisError, Overloaded
@@ -49,7 +49,7 @@ class Subscription(OneProcess, AsyncOnly):
     * "drop-old": the messages that have waited longest are dropped
     * "cut": the subscription ends, and its iterator raises Overloaded
 
-    Each loss is counted in `lost`, reported to `on_gap`, and listed in the client's `losses` and log.
+    Each loss is counted in `lost_messages`, reported to `on_loss`, and listed in the client's `losses` and log.
 
     With `when_full="wait"`, publishers that use `publish(..., when_full="wait")` wait while the queue is full,
     so that nothing is lost. A publisher that has waited for its `stall_s` goes on; its messages are then
@@ -63,13 +63,13 @@ class Subscription(OneProcess, AsyncOnly):
 
     def __init__(
         self, runtime: Runtime, pattern: str, handler: Callable[[Message], object] | None, group: str | None,
-        policy: Policy = "drop-new", limit_bytes: int = QUEUE_BYTES, on_gap: Callable[[Lost], object] | None = None,
+        policy: Policy = "drop-new", limit_bytes: int = QUEUE_BYTES, on_loss: Callable[[Loss], object] | None = None,
         concurrency: int = 1, when_full: WhenFull = "drop",
     ) -> None:  # fmt: skip
         check_filter(pattern)
         group = optional(group, check_group)
         attachment = runtime.attached()
-        check_callback("on_gap", on_gap)
+        check_callback("on_loss", on_loss)
         if policy not in ("drop-new", "drop-old", "cut"):
             raise ConfigError(f"policy must be 'drop-new', 'drop-old' or 'cut', not {policy!r}")
         if when_full not in ("drop", "wait"):
@@ -81,7 +81,7 @@ class Subscription(OneProcess, AsyncOnly):
             )
         self.filter = pattern
         self.group = group
-        self.lost = 0
+        self.lost_messages = 0
         """Number of messages for this subscription that are known to be lost."""
         self._runtime = runtime
         self._contexts = Contexts()
@@ -111,8 +111,8 @@ class Subscription(OneProcess, AsyncOnly):
         """Whether publishers should wait instead of sending what would be dropped."""
         self._held: dict[tuple[str, bytes], int] = {}
         """With `waits`: (topic, publisher) -> bytes queued."""
-        self._on_gap = on_gap
-        self._log = LossLog(runtime, "subscription", pattern, f"on_gap of {pattern}")
+        self._on_loss = on_loss
+        self._log = LossLog(runtime, "subscription", pattern, f"on_loss of {pattern}")
         self._queue: deque[tuple[list[Message], int]] = deque()
         self._queued_bytes = 0
         self._current: Iterator[Message] = iter(())
@@ -320,10 +320,10 @@ class Subscription(OneProcess, AsyncOnly):
         """Return the queued bytes of one publisher (`source`) and topic; 0 unless publishers wait."""
         return self._held.get((name, source), 0)
 
-    def gap(self, gap: Lost) -> None:
+    def gap(self, loss: Loss) -> None:
         """Count and report messages that did not arrive."""
-        self.lost += gap.count or 0
-        self._log.report(gap, self._on_gap)
+        self.lost_messages += loss.count or 0
+        self._log.report(loss, self._on_loss)
 
     def end_log(self) -> None:
         """Log the losses that are not logged yet, because the client is closed."""
@@ -457,9 +457,9 @@ class Subscription(OneProcess, AsyncOnly):
         """Count and report dropped messages, which are of one publisher and topic."""
         first = messages[0]
         self._runtime.count_dropped(cause, len(messages))
-        lost = Lost("publish", first.name, first.source, len(messages), cause)
-        self.gap(lost)
-        self._runtime.report_loss(lost)
+        loss = Loss("publish", first.name, first.source, len(messages), cause)
+        self.gap(loss)
+        self._runtime.report_loss(loss)
 
     def _failed(self, error: BaseException) -> None:
         """Count and log an exception of the handler."""

@@ -213,7 +213,7 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "bridge.open": "Socket {socket} is open at {url}.",
     "bridge.ready": "The bridge is ready: {sockets} sockets, pid {pid}.",
     "bridge.not_joined": "Socket {socket} could not join its cluster: {error}. It tries again.",
-    "bridge.status": "Socket {socket} received {from_sp} messages from its {peers} peers and sent them {to_sp}; lost: {lost}.",
-    "bridge.lost": "Socket {socket} lost messages: {cause}.",
+    "bridge.status": "Socket {socket} received {from_sp} messages from its {peers} peers and sent them {to_sp}; lost: {losses}.",
+    "bridge.loss": "Socket {socket} lost messages: {cause}.",
     "bridge.failed": f"Socket {{socket}} ended with an error. {_BUG}",
 }

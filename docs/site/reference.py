@@ -32,7 +32,7 @@ NAMES: Final = {
         "CommitInfo",
     )),
     "watching": ("Losses and counts", "What was lost, and what a client, a service or a topic is doing", (
-        "Lost", "Audience", "SlowReceiver", "Stats", "ServiceStats", "HandlerStats", "SubscriptionStats", "Description", "HandlerInfo",
+        "Loss", "Audience", "SlowReceiver", "Stats", "ServiceStats", "HandlerStats", "SubscriptionStats", "Description", "HandlerInfo",
         "Ping", "PerMember",
     )),
     "errors": ("Errors", "What can go wrong, and whether it may have run", (

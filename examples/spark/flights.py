@@ -277,7 +277,7 @@ class Reader:
             self._client.call(self._subscribe)
 
     async def _subscribe(self, client: iris.Client) -> None:
-        async with client.subscribe(RESULTS, on_gap=self._miss) as messages:
+        async with client.subscribe(RESULTS, on_loss=self._miss) as messages:
             self._ready.set()
             async for message in messages:
                 row = json.loads(message.payload)

@@ -45,11 +45,11 @@ function line(id, text, { atTop = false } = {}) {
 /** A subscription: what is published while this page is away is missed, and the client reports that. */
 async function followBoard(client, topic) {
   const { board } = counted;
-  const onGap = ({ count, cause }) => {
+  const onLoss = ({ count, cause }) => {
     board.gaps++;
     line("gaps", `${count ?? "an unknown number of"} departures were missed: ${cause}`);
   };
-  for await (const { text, headers } of client.subscribe(`${topic}.>`, { onGap })) {
+  for await (const { text, headers } of client.subscribe(`${topic}.>`, { onLoss })) {
     // The publisher numbers the departures of each board, so this page can check what the client reports.
     const number = Number(headers.number);
     board.first ??= number;

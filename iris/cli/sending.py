@@ -50,7 +50,7 @@ def send(
         unserved: set[str] = set()
         reported = asyncio.Event()
 
-        def on_loss(loss: iris.Lost) -> None:
+        def on_loss(loss: iris.Loss) -> None:
             nonlocal code, lost, to_nobody
             reported.set()
             lost += loss.count or 1

@@ -64,7 +64,7 @@ def subscribe(
         async with (
             connect(relay) as client,
             client.subscribe(
-                pattern, group=group, on_gap=_report_loss, when_full="wait" if wait else "drop"
+                pattern, group=group, on_loss=_report_loss, when_full="wait" if wait else "drop"
             ) as messages,
         ):
             async for message in messages:
@@ -90,7 +90,7 @@ def subscribe(
     run(work)
 
 
-def _report_loss(loss: iris.Lost) -> None:
+def _report_loss(loss: iris.Loss) -> None:
     number = (
         "an unknown number of messages" if loss.count is None else plural(loss.count, "message")
     )

@@ -11,7 +11,7 @@ from iris.core.credit import Windows
 from iris.core.guard import FlowKey, Guard
 from iris.core.guard import Sequence as Expected
 from iris.core.inbound import Inbound, InFlow
-from iris.core.interfaces import Lost, Owner, Sink
+from iris.core.interfaces import Loss, Owner, Sink
 from iris.core.local_senders import LocalSenders
 from iris.core.message import Message
 from iris.errors import DecodeError, OpenError, PeerProtocolError
@@ -204,16 +204,16 @@ class Casts:
 
     def _report_loss(self, flow: InFlow, count: int | None, cause: str) -> None:
         """Report a loss to each subscription or member that should have received the messages of a flow."""
-        lost = Lost(Kind(flow.kind).name.lower(), flow.name, flow.sender_id, count, cause)
+        loss = Loss(Kind(flow.kind).name.lower(), flow.name, flow.sender_id, count, cause)
         self._drop("lost", count or 0)
         if flow.kind == Kind.BROADCAST:
             binding = self._owner.binding(flow)
             if binding is not None:
-                binding.gap(lost)
+                binding.gap(loss)
         else:
             for sink in self._owner.sinks(flow):
-                sink.gap(lost)
-        self._owner.lost(lost)
+                sink.gap(loss)
+        self._owner.lost(loss)
 
     def _report_refused(self, flow: InFlow, first: int, count: int, cause: str) -> None:
         """Report the messages of a bundle that is dropped.
@@ -254,7 +254,7 @@ class Casts:
             self._owner.other_keys(unrouted.name, unrouted.key_id, unrouted.others)
             return
         kind = Kind(unrouted.kind).name.lower()
-        self._owner.lost(Lost(kind, unrouted.name, b"", unrouted.count, unrouted.cause))
+        self._owner.lost(Loss(kind, unrouted.name, b"", unrouted.count, unrouted.cause))
 
     def gap(self, gap: frames.Gap) -> None:
         """Report the losses in a relay's GAP. Raises PeerProtocolError for a kind that has no gaps."""

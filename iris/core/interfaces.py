@@ -41,7 +41,7 @@ class Binding(Protocol):
 
     def broadcast(self, messages: list[Message], size: int) -> None: ...
     def tunnel(self, end: TunnelEnd) -> None: ...
-    def gap(self, gap: Lost) -> None: ...
+    def gap(self, loss: Loss) -> None: ...
 
 
 class Sink(Protocol):
@@ -59,7 +59,7 @@ class Sink(Protocol):
         """Return the queued bytes of one sender's publications to a topic. Counted only if `waits`."""
 
     def deliver(self, messages: list[Message], size: int) -> None: ...
-    def gap(self, gap: Lost) -> None: ...
+    def gap(self, loss: Loss) -> None: ...
 
 
 class Owner(Protocol):
@@ -72,7 +72,7 @@ class Owner(Protocol):
 
     def sinks(self, flow: InFlow) -> Sequence[Sink]: ...
     def draining(self) -> None: ...
-    def lost(self, lost: Lost) -> None: ...
+    def lost(self, loss: Loss) -> None: ...
     def other_keys(self, topic: str, key_id: bytes, others: dict[str, int]) -> None:
         """Note that a topic published to under a key has subscribers only under other keys."""
 
@@ -87,7 +87,7 @@ _NOUNS: Final = {
 """What one and several messages of each kind of loss are called."""
 
 
-class Lost:
+class Loss:
     """A report of messages that did not arrive: `count` of them (None if unknown), and the `cause`.
 
     For a push that failed, `error` is what a request would have raised.
@@ -114,7 +114,7 @@ class Lost:
         return f"{number} {one if self.count == 1 else many} to {self.name}: {self.cause}"
 
     def __repr__(self) -> str:
-        return f"Lost({self.kind} {self.name!r}: {'?' if self.count is None else self.count}, {self.cause})"
+        return f"Loss({self.kind} {self.name!r}: {'?' if self.count is None else self.count}, {self.cause})"
 
 
 class SurveySink(Protocol):

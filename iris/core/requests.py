@@ -9,7 +9,7 @@ import msgspec
 from iris.core.bundle import Headers, decode_single
 from iris.core.faults import error_of_fault
 from iris.core.inbound import InFlow
-from iris.core.interfaces import Lost, SurveySink, Waiter
+from iris.core.interfaces import Loss, SurveySink, Waiter
 from iris.core.message import Message
 from iris.core.session_base import SessionBase
 from iris.crypto.keys import ClusterKey
@@ -302,7 +302,7 @@ class Requests:
                     sender.set_exception(error)
                     return
                 self._session.owner.lost(
-                    Lost("push", name, b"", 1, fail.detail or "the relay refused it", error)
+                    Loss("push", name, b"", 1, fail.detail or "the relay refused it", error)
                 )
             return
         again = (
@@ -404,7 +404,7 @@ class Requests:
             if hop > self.routed and deadline_us > self._session.mono_us
         }
         for name in () if routed else sorted(unsure):
-            self._session.owner.lost(Lost("push", name, b"", None, reason))
+            self._session.owner.lost(Loss("push", name, b"", None, reason))
 
 
 def is_stale(fail: frames.Fail) -> bool:

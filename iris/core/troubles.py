@@ -74,8 +74,8 @@ SHOWN: Final = 3
 ADVICE: Final[Mapping[str, str]] = {
     "queue full": "handle messages faster, give it a longer queue, or let publishers wait (when_full)",
     "unread": "let it end only after it has handled what it received",
-    "missing": "its log has the reason (client.lost)",
-    "not sent": "its log has the reason (client.lost)",
+    "missing": "its log has the reason (client.loss)",
+    "not sent": "its log has the reason (client.loss)",
     "handler failed": "its log has the error (client.handler_failed)",
 }
 """Cause -> what an operator can do. Losses of unknown size are not in it: perhaps nothing was lost."""

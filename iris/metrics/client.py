@@ -176,7 +176,7 @@ class ClientCollector(Collector):
             where = client, self._filters(one.filter), self._groups(one.group)
             page.add("iris_subscription_queued_bytes", one.queued_bytes, *where)
             page.add("iris_subscription_queue_limit_bytes", one.limit_bytes, *where)
-            page.add("iris_subscription_lost_messages_total", one.lost, *where)
+            page.add("iris_subscription_lost_messages_total", one.lost_messages, *where)
         for service in stats.services:
             cluster = self._clusters(service.cluster)
             page.add("iris_service_running", service.running, client, cluster)

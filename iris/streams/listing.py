@@ -46,7 +46,7 @@ class StreamInfo(Struct, frozen=True):
     store: str
     """The store's id, in hex."""
     host: str
-    lost: int
+    lost_messages: int
     """Messages that the store could not record since it started; gaps report them."""
     failed: str
     """Why the stream cannot be written or read; empty if it can."""

@@ -47,7 +47,7 @@ class StreamReader:
         return Stream(
             name=text(info.name), uuid=text(info.uuid), host=text(info.host), store=text(info.store),
             source=text(_source(info)), messages=whole(info.messages), size_bytes=whole(info.size_bytes),
-            in_rate=self._history.rate(("stream", info.uuid), whole(info.next)), lost=whole(info.lost),
+            in_rate=self._history.rate(("stream", info.uuid), whole(info.next)), lost_messages=whole(info.lost_messages),
             paused=info.paused, failed=sentence(info.failed), dead_letters=dead, mirror_lag=info.lag,
             lag=max((consumer.lag for consumer in consumers), default=0), consumers=consumers, other_consumers=more,
             copy_lag_bytes=None if info.copy_lag_bytes is None else whole(info.copy_lag_bytes),

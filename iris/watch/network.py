@@ -222,7 +222,7 @@ class Program(Struct, frozen=True, kw_only=True):
     """Messages that wait in the relay, because the program does not read fast enough."""
     held_for_s: float = 0.0
     """For how long messages have waited in every sample."""
-    lost: int = 0
+    lost_messages: int = 0
     """Messages that it reports to have lost since it connected."""
     failed: int = 0
     """Calls of its handlers that raised."""
@@ -265,7 +265,7 @@ class Stream(Struct, frozen=True, kw_only=True):
     messages: int
     size_bytes: int
     in_rate: float | None = None
-    lost: int = 0
+    lost_messages: int = 0
     paused: bool = False
     failed: str = ""
     dead_letters: int = 0

@@ -239,7 +239,7 @@ class RelayReader:
             yield Program(
                 relay=relay.id, host=relay.host, label=text(session["label"]), session=whole(session["session"]),
                 pid=whole(session["pid"]), user=text(session.get("user", "") or ""),
-                held_for_s=self._history.since(key, counts["held"] > 0), lost=lost.get(session["session"], 0),
+                held_for_s=self._history.since(key, counts["held"] > 0), lost_messages=lost.get(session["session"], 0),
                 failed=failed.get(session["session"], 0), **counts,
             )  # fmt: skip
 

@@ -28,7 +28,7 @@ SPECS: Final = (
     Spec("iris_bridge_ready", "1 if everything is open and serves.", ("bridge",)),
     Spec("iris_bridge_peers", "Programs of the other protocol that are connected, by socket.", ("bridge", "socket")),
     Spec("iris_bridge_messages_total", "Messages from and to programs of the other protocol, by socket and direction (in, out).", ("bridge", "socket", "direction")),
-    Spec("iris_bridge_lost_total", "Messages lost, and other failures, by socket and cause.", ("bridge", "socket", "cause")),
+    Spec("iris_bridge_losses_total", "Messages lost, and other failures, by socket and cause.", ("bridge", "socket", "cause")),
     Spec("iris_bridge_connections_cut_total", "Connections to this page that were cut, because they were slow or too many.", ("bridge",)),
 )  # fmt: skip
 

@@ -323,7 +323,7 @@ async def test_a_repeated_answer_of_a_survey_counts_once(tmp_path: Path) -> None
 async def test_a_callback_that_raises_costs_no_session(tmp_path: Path) -> None:
     service = iris.Service("db")
     service.on_broadcast(lambda payload: 1 / 0)
-    service.on_gap(lambda lost: 1 / 0)
+    service.on_loss(lambda lost: 1 / 0)
 
     def script(peer: Peer, body: Control | bytes) -> None:
         if isinstance(body, bytes) and body[4] == Kind.PUSH:
@@ -335,7 +335,7 @@ async def test_a_callback_that_raises_costs_no_session(tmp_path: Path) -> None:
         Liar(tmp_path, script) as liar,
         liar.client() as client,
         client.serve(service),
-        client.subscribe("a.>", lambda message: 1 / 0, on_gap=lambda lost: 1 / 0),
+        client.subscribe("a.>", lambda message: 1 / 0, on_loss=lambda lost: 1 / 0),
     ):
         client.on_loss = lambda lost: 1 / 0
         peer = liar.last

@@ -292,7 +292,7 @@ class Received:
     def take(self, message: iris.Message) -> None:
         self.payloads.append(message.payload)
 
-    def gap(self, lost: iris.Lost) -> None:
+    def gap(self, lost: iris.Loss) -> None:
         self.gaps.append(lost.count)
 
 
@@ -307,12 +307,12 @@ async def test_a_message_that_a_relay_gives_only_to_a_group_is_reported_to_all_o
     async with (
         Liar(tmp_path, acknowledging) as liar,
         liar.client() as client,
-        client.subscribe("a.>", every.take, on_gap=every.gap),
+        client.subscribe("a.>", every.take, on_loss=every.gap),
     ):
         peer = liar.last
         group = "x"
         if member_here:
-            await client.subscribe("a.b", shared.take, on_gap=shared.gap, group=group).ready()
+            await client.subscribe("a.b", shared.take, on_loss=shared.gap, group=group).ready()
         declared = peer.declare(0, Kind.PUBLISH, "a.b")
         peer.send(declared, peer.sealed(Kind.PUBLISH, "a.b", b"0", first=0))
         aside = msgspec.structs.replace(declared, alias=1, plain=False, groups=[group])
@@ -340,7 +340,7 @@ async def test_a_subscription_that_ended_gets_no_report_of_messages_to_its_group
     async with (
         Liar(tmp_path, acknowledging) as liar,
         liar.client() as client,
-        client.subscribe("a.b", shared.take, on_gap=shared.gap, group="x"),
+        client.subscribe("a.b", shared.take, on_loss=shared.gap, group="x"),
     ):
         peer = liar.last
         both = peer.declare(0, Kind.PUBLISH, "a.b")
@@ -350,7 +350,7 @@ async def test_a_subscription_that_ended_gets_no_report_of_messages_to_its_group
         first = 0
         for _ in range(2):
             peer.send(peer.sealed(Kind.PUBLISH, "a.b", b"share", alias=1, first=first))
-            async with client.subscribe("a.b", every.take, on_gap=every.gap):
+            async with client.subscribe("a.b", every.take, on_loss=every.gap):
                 # The publisher's relay does not know it yet.
                 peer.send(peer.sealed(Kind.PUBLISH, "a.b", b"share", alias=1, first=first + 2))
                 peer.send(peer.sealed(Kind.PUBLISH, "a.b", b"all", first=first + 4))
@@ -388,7 +388,7 @@ async def test_a_publication_for_a_group_whose_last_member_has_left_ends_nothing
     """Either it was in transit, or the relay lies and no session here was ever in that group."""
     shared = Received()
     async with Liar(tmp_path, acknowledging) as liar, liar.client() as client:
-        async with client.subscribe("a.b", shared.take, on_gap=shared.gap, group="x"):
+        async with client.subscribe("a.b", shared.take, on_loss=shared.gap, group="x"):
             peer = liar.last
             said = msgspec.structs.replace(
                 peer.declare(0, Kind.PUBLISH, "a.b"), plain=False, groups=["x", "y"]
@@ -409,7 +409,7 @@ async def test_a_broadcast_for_no_member_neither_hides_nor_repeats_another(
     received = Received()
     service = iris.Service("db")
     service.on_broadcast(received.take)
-    service.on_gap(received.gap)
+    service.on_loss(received.gap)
 
     def script(peer: Peer, body: Control | bytes) -> None:
         if isinstance(body, frames.Join):

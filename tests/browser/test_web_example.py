@@ -38,7 +38,7 @@ MISSES: Final = {
     "board.missed += number": "board.missed = 0 * number",
 }  # fmt: skip
 """A page that misses a record after its relay was killed, shows no gap, and does not count what it missed."""
-HIDES: Final = {"client.subscribe(`${topic}.>`, { onGap })": "client.subscribe(`${topic}.>`)"}
+HIDES: Final = {"client.subscribe(`${topic}.>`, { onLoss })": "client.subscribe(`${topic}.>`)"}
 """A page that does not know of gaps."""
 
 

@@ -94,7 +94,7 @@ class Program:
         self.tunnels: dict[str, iris.Tunnel] = {}
         client.on_loss = self.lost
 
-    def lost(self, lost: iris.Lost) -> None:
+    def lost(self, lost: iris.Loss) -> None:
         self.received["gap"].add(
             {"kind": lost.kind, "name": lost.name, "count": lost.count, "cause": lost.cause}
         )
@@ -148,7 +148,7 @@ class Program:
             else:
                 write({"event": "tunnel ended"})
 
-        service.on_gap(self.lost)
+        service.on_loss(self.lost)
         return service
 
     async def do_serve(
@@ -188,7 +188,7 @@ class Program:
 
         stack = contextlib.AsyncExitStack()
         await stack.enter_async_context(
-            self.client.subscribe(pattern, receive, group=group, on_gap=self.lost)
+            self.client.subscribe(pattern, receive, group=group, on_loss=self.lost)
         )
         self.endings[pattern] = stack
 
@@ -201,14 +201,14 @@ class Program:
             if number >= 0:
                 tally.receive(number)
 
-        def missed(lost: iris.Lost) -> None:
+        def missed(lost: iris.Loss) -> None:
             tally = self.tallies.setdefault(lost.name, Tally())
             tally.missing += lost.count or 0
             tally.unknown += lost.count is None
 
         stack = contextlib.AsyncExitStack()
         await stack.enter_async_context(
-            self.client.subscribe(pattern, receive, group=group, on_gap=missed)
+            self.client.subscribe(pattern, receive, group=group, on_loss=missed)
         )
         self.endings[pattern] = stack
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from support.waiting import until
 
-from iris import Client, ClientConfig, Keyring, Lost, Message, Service
+from iris import Client, ClientConfig, Keyring, Loss, Message, Service
 from iris.testing import LocalCluster
 from relay.embedded import MemoryTransport
 from relay.net.sessions import SessionPort
@@ -52,12 +52,12 @@ class Collector:
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
-        self.gaps: list[Lost] = []
+        self.gaps: list[Loss] = []
 
     def __call__(self, message: Message) -> None:
         self.messages.append(message)
 
-    def gap(self, lost: Lost) -> None:
+    def gap(self, lost: Loss) -> None:
         self.gaps.append(lost)
 
     @property

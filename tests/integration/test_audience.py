@@ -191,7 +191,7 @@ def stranger(relay: Relay) -> iris.Client:
 async def test_a_publisher_learns_that_only_holders_of_another_key_subscribe(
     relays: tuple[Relay, Relay], caplog: pytest.LogCaptureFixture
 ) -> None:
-    losses: list[iris.Lost] = []
+    losses: list[iris.Loss] = []
     async with client(relays[0]) as publisher, stranger(relays[1]) as far, far.subscribe("t.*"):
         publisher.on_loss = losses.append
         assert await publisher.publish("t.a", b"", report=True) == 0
@@ -328,7 +328,7 @@ async def test_a_full_queue_of_lanes_drops_what_its_policy_says_and_reports_it()
                 await one.flush()
             await cluster.settle()
             go_on.set()
-            await until(lambda own=subscription: len(seen) + own.lost == 5)  # type: ignore[misc]
+            await until(lambda own=subscription: len(seen) + own.lost_messages == 5)  # type: ignore[misc]
             assert seen[0] == kept[0]
             assert seen[-1] == kept[-1]
             await subscription.close()
@@ -350,7 +350,7 @@ async def test_a_subscription_that_ends_reports_what_its_lanes_held() -> None:
             await begun.wait()
             await cluster.settle()
         # Two were at the handler, the others never were.
-        assert subscription.lost == 4
+        assert subscription.lost_messages == 4
 
 
 @pytest.mark.parametrize("concurrency", [0, 65_537])

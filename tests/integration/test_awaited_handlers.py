@@ -317,7 +317,7 @@ class Generator:
 @pytest.mark.parametrize(
     "function", [generator, async_generator, Generator(), functools.partial(generator)]
 )
-@pytest.mark.parametrize("kind", [*KINDS, "tunnel", "gap"])
+@pytest.mark.parametrize("kind", [*KINDS, "tunnel", "loss"])
 async def test_a_generator_function_is_refused_when_it_is_registered(
     kind: str, function: Callable[..., Any]
 ) -> None:
@@ -380,11 +380,11 @@ async def test_callbacks_for_losses_are_not_awaited_so_coroutine_functions_are_r
     async def missed(lost: Any) -> None: ...
 
     service = iris.Service("shop")
-    with pytest.raises(iris.ConfigError, match="on_gap must be a plain function"):
-        service.on_gap(missed)
+    with pytest.raises(iris.ConfigError, match="on_loss must be a plain function"):
+        service.on_loss(missed)
     async with LocalCluster() as cluster, cluster.client() as client:
-        with pytest.raises(iris.ConfigError, match="on_gap must be a plain function"):
-            client.subscribe("orders.*", on_gap=missed)
+        with pytest.raises(iris.ConfigError, match="on_loss must be a plain function"):
+            client.subscribe("orders.*", on_loss=missed)
         with pytest.raises(iris.ConfigError, match="on_loss must be a plain function"):
             client.on_loss = missed
         with pytest.raises(iris.ConfigError, match="on_gap must be a plain function"):

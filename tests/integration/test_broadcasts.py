@@ -26,7 +26,7 @@ def listening(got: Collector, *, coroutine: bool = False, **limits: int) -> iris
         def now(message: iris.Message) -> None:
             got(message)
 
-    service.on_gap(got.gap)
+    service.on_loss(got.gap)
     return service
 
 
@@ -105,7 +105,7 @@ async def test_a_slow_coroutine_handlers_overflow_is_reported_as_a_gap_of_the_ex
         await release.wait()
         slow(message)
 
-    service.on_gap(slow.gap)
+    service.on_loss(slow.gap)
     async with (
         LocalCluster() as cluster,
         cluster.client() as sender,

@@ -44,9 +44,9 @@ async def test_many_slow_subscribers_cost_no_more_than_the_budget_and_hear_of_ev
         pub = await stack.enter_async_context(cluster.client())
         for number, got in enumerate(slow):
             client = await stack.enter_async_context(named(cluster, f"slow {number}"))
-            await stack.enter_async_context(client.subscribe("t", got, on_gap=got.gap))
+            await stack.enter_async_context(client.subscribe("t", got, on_loss=got.gap))
         other = await stack.enter_async_context(cluster.client())
-        await stack.enter_async_context(other.subscribe("t", witness, on_gap=witness.gap))
+        await stack.enter_async_context(other.subscribe("t", witness, on_loss=witness.gap))
         resumes = [freeze(cluster, f"slow {number}") for number in range(4)]
         await publish(pub, "t", 0, total)
         await until(lambda: len(witness.messages) == total)
@@ -78,8 +78,8 @@ async def test_the_longest_queue_is_dropped_from_first_newest_first() -> None:
         cluster.client() as pub,
         named(cluster, "first") as one,
         named(cluster, "second") as two,
-        one.subscribe("a.*", first, on_gap=first.gap),
-        two.subscribe("b", second, on_gap=second.gap),
+        one.subscribe("a.*", first, on_loss=first.gap),
+        two.subscribe("b", second, on_loss=second.gap),
     ):
         resumes = [freeze(cluster, "first"), freeze(cluster, "second")]
         for n in range(150):
@@ -110,9 +110,9 @@ async def test_of_several_losses_in_one_queue_each_is_reported_once() -> None:
         cluster.client() as pub,
         named(cluster, "slow") as slow,
         named(cluster, "other") as there,
-        slow.subscribe("t", got, on_gap=got.gap),
-        slow.subscribe("g", group, group="g", on_gap=group.gap),
-        there.subscribe("o", other, on_gap=other.gap),
+        slow.subscribe("t", got, on_loss=got.gap),
+        slow.subscribe("g", group, group="g", on_loss=group.gap),
+        there.subscribe("o", other, on_loss=other.gap),
     ):
         sent = theirs = 0
         for _ in range(4):
@@ -186,8 +186,8 @@ async def test_what_a_publisher_left_behind_gives_way_as_well() -> None:
         cluster.client() as pub,
         named(cluster, "first") as one,
         named(cluster, "second") as two,
-        one.subscribe("a", got, on_gap=got.gap),
-        two.subscribe("b", second, on_gap=second.gap),
+        one.subscribe("a", got, on_loss=got.gap),
+        two.subscribe("b", second, on_loss=second.gap),
     ):
         resumes = [freeze(cluster, "first"), freeze(cluster, "second")]
         async with cluster.client() as gone:

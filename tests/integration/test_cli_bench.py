@@ -349,18 +349,18 @@ def test_publications_that_do_not_come_are_counted_as_lost(
 ) -> None:
     subscribe = iris.Client.subscribe
 
-    def leaky(client: iris.Client, pattern: str, handler: Any, *, on_gap: Any) -> Any:
+    def leaky(client: iris.Client, pattern: str, handler: Any, *, on_loss: Any) -> Any:
         count = -2  # the first is not counted
 
         def take(message: iris.Message) -> None:
             nonlocal count
             count += 1
             if count % 10 == 3:
-                on_gap(iris.Lost("publish", pattern, b"", 1, "slow subscriber"))
+                on_loss(iris.Loss("publish", pattern, b"", 1, "slow subscriber"))
             elif count % 10 != 7:
                 handler(message)
 
-        return subscribe(client, pattern, take, on_gap=on_gap)
+        return subscribe(client, pattern, take, on_loss=on_loss)
 
     monkeypatch.setattr(iris.Client, "subscribe", leaky)
     rate = ("--rate", "200", "--seconds", "0.2", "--timeout", "0.3")

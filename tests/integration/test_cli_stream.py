@@ -242,7 +242,7 @@ def test_info_and_list_tell_the_same_to_scripts_and_to_people(shell: Shell, stre
         found["uuid"], str(10 << 30), "604800",
     )  # fmt: skip
     assert plain["keys"] == " ".join(found["key_ids"])
-    assert (plain["host"], plain["lost"], plain["failed"], plain["paused"]) == (
+    assert (plain["host"], plain["lost-messages"], plain["failed"], plain["paused"]) == (
         found["host"], "0", "", "no",
     )  # fmt: skip
     titles, *lines = shell("stream", "list").decode().splitlines()

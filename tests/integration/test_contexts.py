@@ -339,12 +339,12 @@ async def test_what_a_handler_keeps_in_a_variable_is_freed_after_its_message() -
 async def test_losses_are_reported_in_a_context_of_their_own() -> None:
     seen = Seen()
 
-    def lost(what: iris.Lost) -> None:
+    def lost(what: iris.Loss) -> None:
         seen.note()
 
     async with LocalCluster() as cluster, cluster.client() as client, cluster.client() as other:
         TENANT.set("the subscriber")
-        async with other.subscribe("tenants.>", limit_bytes=1, on_gap=lost):
+        async with other.subscribe("tenants.>", limit_bytes=1, on_loss=lost):
             TENANT.set("later")
             for _ in range(MESSAGES):
                 await client.publish("tenants.new", bytes(100_000))

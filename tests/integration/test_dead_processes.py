@@ -200,7 +200,7 @@ async def test_what_a_killed_process_has_written_is_routed_before_its_session_en
     daemon: Daemon,
 ) -> None:
     gaps: list[Any] = []
-    async with client(daemon.socket) as reader, reader.subscribe("t", on_gap=gaps.append) as got:
+    async with client(daemon.socket) as reader, reader.subscribe("t", on_loss=gaps.append) as got:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", WRITER, str(daemon.socket), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
         )  # fmt: skip
@@ -235,7 +235,7 @@ async def test_all_that_waits_in_the_connection_of_a_process_that_ended_is_route
 ) -> None:
     gaps: list[Any] = []
     socket_path = relay.config.socket_path
-    async with client(socket_path) as reader, reader.subscribe("t", on_gap=gaps.append) as got:
+    async with client(socket_path) as reader, reader.subscribe("t", on_loss=gaps.append) as got:
         config = iris.ClientConfig(relay=socket_path, label="writer")
         async with iris.connect(config=config, keyring=reader.keyring) as writer:
             await writer.flush()

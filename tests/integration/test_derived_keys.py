@@ -58,9 +58,9 @@ async def test_a_session_proves_keys_as_it_publishes_and_releases_those_used_lon
         named(cluster, "watcher", keyring=SERVICE) as watcher,
     ):
         got: list[bytes] = []
-        gaps: list[iris.Lost] = []
+        gaps: list[iris.Loss] = []
         async with watcher.subscribe(
-            "users.n7", lambda message: got.append(message.payload), on_gap=gaps.append
+            "users.n7", lambda message: got.append(message.payload), on_loss=gaps.append
         ):
             session = port_of(cluster, "service").session
             for turn in range(3):

@@ -106,12 +106,12 @@ async def test_what_was_accepted_before_and_during_a_drain_is_received_or_report
     got, lost = Collector(), Collector()
     service = iris.Service("all")
     service.on_broadcast(got)
-    service.on_gap(lost.gap)
+    service.on_loss(lost.gap)
     accepted = 0
     async with host.client("pub") as pub, host.client("sub") as sub:
         async with contextlib.AsyncExitStack() as stack:
             if kind == "publish":
-                await stack.enter_async_context(sub.subscribe("all", got, on_gap=lost.gap))
+                await stack.enter_async_context(sub.subscribe("all", got, on_loss=lost.gap))
             else:
                 await stack.enter_async_context(sub.serve(service))
 

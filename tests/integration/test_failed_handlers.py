@@ -60,7 +60,7 @@ async def test_every_handler_that_fails_is_in_the_log_with_its_name_cluster_and_
     async def index(payload: bytes) -> None:
         raise LookupError("unknown")
 
-    def told(lost: iris.Lost) -> None:
+    def told(lost: iris.Loss) -> None:
         raise ArithmeticError("in on_loss")
 
     async with (
@@ -142,6 +142,6 @@ async def test_losses_of_different_clusters_do_not_hide_each_other(plain: io.Str
         await client.flush()
         await until(lambda: len(client.losses) == 3)
     text = plain.getvalue()
-    assert "client.lost: Messages were lost: 1 push to a: " in text
-    assert "client.lost: Messages were lost: 1 push to b: " in text
+    assert "client.loss: Messages were lost: 1 push to a: " in text
+    assert "client.loss: Messages were lost: 1 push to b: " in text
     assert "and 1 more losses like it were not logged" in text

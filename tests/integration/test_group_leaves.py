@@ -171,6 +171,6 @@ async def test_what_nobody_iterates_over_is_reported_when_a_member_leaves(site: 
             async for message in member:
                 if message.payload == b"3":
                     break
-        await eventually(lambda: member.lost)
+        await eventually(lambda: member.lost_messages)
         assert sum(lost.count or 0 for lost in leaver.losses) == 6
         assert {lost.cause for lost in leaver.losses} == {"subscription closed"}

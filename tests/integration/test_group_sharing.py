@@ -48,7 +48,7 @@ async def test_a_full_subscription_of_a_group_loses_its_share_alone() -> None:
         for number in range(40):
             await publisher.publish("jobs", b"%d" % number, report=True)
         await until(lambda: len(free.messages) == 20)
-        assert full.lost == 19
+        assert full.lost_messages == 19
         await full.close()
         await publisher.publish("jobs", b"40", report=True)
         await until(lambda: len(free.messages) == 21)
@@ -70,10 +70,10 @@ async def test_a_publisher_waits_for_the_fullest_of_a_group_in_one_client() -> N
             await cluster.settle()
         received = 0
         for subscription in subscriptions:
-            assert subscription.lost == 0
+            assert subscription.lost_messages == 0
             assert subscription.queued_bytes
             await subscription.close()
             async for _ in subscription:
                 received += 1
         assert received == sent
-        assert not [lost for lost in client.losses if isinstance(lost, iris.Lost)]
+        assert not [lost for lost in client.losses if isinstance(lost, iris.Loss)]

@@ -197,7 +197,7 @@ async def test_a_function_for_losses_that_exits_leaves_an_orderly_client(
 ) -> None:
     exits: list[BaseException] = []
 
-    def told(lost: iris.Lost) -> None:
+    def told(lost: iris.Loss) -> None:
         sys.exit(3)
 
     async with LocalCluster() as cluster, cluster.client() as client:

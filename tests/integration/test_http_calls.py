@@ -311,7 +311,7 @@ async def test_the_metrics_of_a_bridge_count_what_it_was_asked_and_what_it_refus
             'iris_bridge_messages_total{bridge="http",direction="in",socket="request"} 3.0',
             'iris_bridge_messages_total{bridge="http",direction="in",socket="publish"} 1.0',
             'iris_bridge_messages_total{bridge="http",direction="out",socket="subscribe"} 1.0',
-            'iris_bridge_lost_total{bridge="http",cause="token",socket="http"} 1.0',
+            'iris_bridge_losses_total{bridge="http",cause="token",socket="http"} 1.0',
         ):
             assert line in page
 

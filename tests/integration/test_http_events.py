@@ -82,7 +82,7 @@ async def test_a_slow_reader_loses_alone_and_is_told_how_many(tmp_path: Path) ->
         while len(numbers) + lost < count:
             event = await slow.next()
             assert event is not None
-            if event.get("event") == "lost":
+            if event.get("event") == "loss":
                 assert event["data"]["cause"] == "slow reader"
                 assert event["data"]["count"] > 0
                 lost += event["data"]["count"]
@@ -127,8 +127,8 @@ async def test_a_loss_before_the_bridge_is_told_to_all_its_readers(tmp_path: Pat
         bridge.events("/topics/a") as two,
     ):
         (feed,) = bridge.application.topics._feeds.values()
-        feed._gap(iris.Lost("publish", "a", b"", 7, "link lost"))
-        feed._gap(iris.Lost("publish", "a", b"", None, "relay lost"))
+        feed._missed(iris.Loss("publish", "a", b"", 7, "link lost"))
+        feed._missed(iris.Loss("publish", "a", b"", None, "relay lost"))
         for events in (one, two):
             found = await events.take(1)
             found += await events.take(1)
@@ -148,7 +148,7 @@ async def test_what_is_too_much_for_the_bridge_is_told_at_its_place(tmp_path: Pa
         for number in range(20):  # in one turn of the loop, so that nothing is handed out meanwhile
             feed._take(iris.Message(b"%04d" % number + b"x" * 700, "a"))
             if number == 10:
-                feed._gap(iris.Lost("publish", "a", b"", 7, "link lost"))
+                feed._missed(iris.Loss("publish", "a", b"", 7, "link lost"))
         await until(lambda: not feed._waiting)
         feed._take(iris.Message(b"last", "a"))
         for events in (one, two):

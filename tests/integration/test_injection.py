@@ -78,15 +78,15 @@ async def test_handlers_of_every_kind_receive_the_client_that_serves_them() -> N
     }  # fmt: skip
 
 
-async def test_a_gap_handler_receives_the_loss_and_the_client() -> None:
+async def test_a_loss_handler_receives_the_loss_and_the_client() -> None:
     service = iris.Service("orders")
     got: list[Any] = []
 
     @service.on_broadcast
     def reload(what: str) -> None: ...
 
-    @service.on_gap
-    def missed(lost: iris.Lost, client: iris.Client) -> None:
+    @service.on_loss
+    def missed(lost: iris.Loss, client: iris.Client) -> None:
         got.append((lost.kind, client))
 
     async with LocalCluster() as cluster, named(cluster, "server") as server, server.serve(service):
@@ -122,7 +122,7 @@ async def test_a_payload_that_does_not_fit_has_not_run() -> None:
         assert not caught.value.may_have_run
 
 
-@pytest.mark.parametrize("register", ["on_request", "on_tunnel", "on_publish", "on_gap"])
+@pytest.mark.parametrize("register", ["on_request", "on_tunnel", "on_publish", "on_loss"])
 async def test_a_parameter_that_cannot_be_filled_ends_serve_before_anything_has_joined(
     register: str,
 ) -> None:

@@ -37,19 +37,19 @@ async def test_every_loss_of_a_subscriber_that_is_slow_in_its_own_process_is_rep
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    reported: list[iris.Lost] = []
+    reported: list[iris.Loss] = []
     async with LocalCluster() as cluster, cluster.client() as pub, cluster.client() as sub:
         sub.on_loss = reported.append
         async with sub.subscribe("t.>", limit_bytes=2000) as messages:
             await flood(pub, "t.a", 50)
             await cluster.settle()
-            assert messages.lost >= 47
-            assert sum(lost.count or 0 for lost in sub.losses) == messages.lost
+            assert messages.lost_messages >= 47
+            assert sum(lost.count or 0 for lost in sub.losses) == messages.lost_messages
             assert (sub.losses[0].kind, sub.losses[0].name) == ("publish", "t.a")
             assert reported == list(sub.losses)
-            assert sub.counters["slow subscriber"] == messages.lost
-    lines = logged(caplog, "client.lost")
-    assert sum(line["messages"] for line in lines) == messages.lost
+            assert sub.counters["slow subscriber"] == messages.lost_messages
+    lines = logged(caplog, "client.loss")
+    assert sum(line["messages"] for line in lines) == messages.lost_messages
     assert len(lines) == 2  # at once, and the rest when it ended
     assert lines[0] == {
         "subscription": "t.>",
@@ -66,11 +66,11 @@ async def test_losses_of_a_subscription_that_handles_gaps_are_not_warnings(
     caplog.set_level(logging.INFO)
     got = Collector()
     async with LocalCluster() as cluster, cluster.client() as pub, cluster.client() as sub:
-        async with sub.subscribe("t", limit_bytes=2000, on_gap=got.gap):
+        async with sub.subscribe("t", limit_bytes=2000, on_loss=got.gap):
             await flood(pub, "t", 10)
             await cluster.settle()
         assert list(sub.losses) == got.gaps
-    assert {r.levelname for r in caplog.records if event_of(r) == "client.lost"} == {"INFO"}
+    assert {r.levelname for r in caplog.records if event_of(r) == "client.loss"} == {"INFO"}
 
 
 async def test_every_loss_of_a_slow_broadcast_handler_is_reported_to_it(
@@ -84,7 +84,7 @@ async def test_every_loss_of_a_slow_broadcast_handler_is_reported_to_it(
     async def slow(payload: bytes) -> None:
         await go.wait()
 
-    reported: list[iris.Lost] = []
+    reported: list[iris.Loss] = []
     async with LocalCluster() as cluster, cluster.client() as sender, cluster.client() as member:
         member.on_loss = reported.append
         async with member.serve(service):
@@ -97,7 +97,7 @@ async def test_every_loss_of_a_slow_broadcast_handler_is_reported_to_it(
             assert sum(each.count or 0 for each in member.losses) == lost
             assert reported == list(member.losses)
             go.set()
-    lines = logged(caplog, "client.lost")
+    lines = logged(caplog, "client.loss")
     assert sum(line["messages"] for line in lines) == lost
     assert {line["service"] for line in lines} == {"caches"}
 
@@ -112,11 +112,11 @@ async def test_a_relay_that_goes_is_a_loss_of_unknown_count_for_each_subscriptio
             (lost,) = sub.losses
             assert (lost.kind, lost.name, lost.count) == ("publish", "t.*", None)
             await cluster.start_relay()
-    (line,) = logged(caplog, "client.lost")
+    (line,) = logged(caplog, "client.loss")
     assert (line["subscription"], line.get("messages"), line["unknown"]) == ("t.*", None, 1)
-    (text,) = [r.getMessage() for r in caplog.records if event_of(r) == "client.lost"]
+    (text,) = [r.getMessage() for r in caplog.records if event_of(r) == "client.loss"]
     assert text.startswith(
-        "client.lost: Subscription t.* missed an unknown number of messages (losses: 1, of unknown size: 1), the last ones on topic t.*: "
+        "client.loss: Subscription t.* missed an unknown number of messages (losses: 1, of unknown size: 1), the last ones on topic t.*: "
     )
 
 
@@ -136,7 +136,7 @@ async def test_what_a_relay_drops_for_a_slow_subscriber_is_reported_in_the_same_
             go_on()
             await until(lambda: len(got.messages) + sum(x.count or 0 for x in sub.losses) >= 400)
             assert sum(lost.count or 0 for lost in sub.losses) == dropped
-    assert sum(line["messages"] for line in logged(caplog, "client.lost")) == dropped
+    assert sum(line["messages"] for line in logged(caplog, "client.loss")) == dropped
 
 
 async def test_the_relay_names_a_slow_session_in_its_log_and_status(
@@ -181,7 +181,7 @@ async def test_what_a_coroutine_subscription_cannot_finish_in_time_is_reported_a
             await first.wait()
             await sender.flush()
             await cluster.settle()
-        assert subscription.lost == 4
+        assert subscription.lost_messages == 4
         assert sum(lost.count or 0 for lost in reader.losses) == 4
         assert not reader._runtime.working, "and its task has ended"
 
@@ -225,7 +225,7 @@ async def test_watched_losses_include_what_was_sent_meanwhile_and_a_relay_that_w
     async with LocalCluster() as cluster, cluster.client() as sender:
         await sender.push("nobody", b"before")
         await sender.flush()
-        logged_before = len(logged(caplog, "client.lost"))
+        logged_before = len(logged(caplog, "client.loss"))
         async with sender.watch_losses() as losses, sender.watch_losses() as others:
             await sender.push("nobody", b"x")
             await sender.publish("t", b"y")
@@ -243,7 +243,7 @@ async def test_watched_losses_include_what_was_sent_meanwhile_and_a_relay_that_w
         await sender.flush()
         assert len(losses) == 2
         assert [lost.kind for lost in sender.losses] == ["push"] * 3
-        assert len(logged(caplog, "client.lost")) == logged_before, (
+        assert len(logged(caplog, "client.loss")) == logged_before, (
             "on_loss was set, so nothing is logged"
         )
 

@@ -169,7 +169,7 @@ async def test_a_pause_of_consumers_loses_nothing(setting: Any) -> None:
         assert not info.consumers_paused
         found = [await asyncio.wait_for(waiting, 15.0), await asyncio.wait_for(anext(work), 15.0)]
         assert [(m.payload, m.deliveries) for m in found] == [(b"1", 1), (b"2", 1)]
-    assert (await client.streams.describe("orders")).lost == 0
+    assert (await client.streams.describe("orders")).lost_messages == 0
 
 
 async def test_a_pause_of_recording_says_what_it_loses(setting: Any) -> None:

@@ -275,7 +275,7 @@ async def test_tunnels_and_losses_pass_no_middleware() -> None:
     async def carry(tunnel: iris.Tunnel) -> None:
         await tunnel.send(await tunnel.recv())
 
-    service.on_gap(events.append)
+    service.on_loss(events.append)
     async with (
         LocalCluster() as cluster,
         cluster.client() as client,

@@ -95,7 +95,7 @@ def test_the_audit_of_order_sees_what_is_wrong() -> None:
             payload = order.NUMBER.pack(0, topic, number)
             audit.message(iris.Message(payload, name, None, False, b"s"))
         if reported:
-            audit.gap(iris.Lost("publish", name, b"s", reported, "slow subscriber"))
+            audit.gap(iris.Loss("publish", name, b"s", reported, "slow subscriber"))
         result: dict[str, int] = audit.result()
         return {key: result[key] for key in ("inversions", "duplicates", "unaccounted")}
 

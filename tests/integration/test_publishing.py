@@ -204,7 +204,7 @@ async def test_a_full_subscription_keeps_to_its_policy_and_reports_the_exact_gap
 ) -> None:
     gaps = Collector()
     async with LocalCluster() as cluster, cluster.client() as pub, cluster.client() as sub:
-        async with sub.subscribe("t", policy=policy, limit_bytes=3000, on_gap=gaps.gap) as slow:
+        async with sub.subscribe("t", policy=policy, limit_bytes=3000, on_loss=gaps.gap) as slow:
             for n in range(100):
                 await pub.publish("t", b"%d" % n + b" " * 200)
                 await pub.flush()
@@ -221,7 +221,7 @@ async def test_a_full_subscription_keeps_to_its_policy_and_reports_the_exact_gap
             assert 5 < len(got) < 20
             expected = range(100 - len(got), 100) if policy == "drop-old" else range(len(got))
             assert got == list(expected)
-            assert slow.lost == gaps.lost
+            assert slow.lost_messages == gaps.lost
             assert sub.counters["slow subscriber"] == gaps.lost
             assert {gap.cause for gap in gaps.gaps} == {"slow subscriber"}
 
@@ -229,7 +229,7 @@ async def test_a_full_subscription_keeps_to_its_policy_and_reports_the_exact_gap
 async def test_a_subscription_that_was_cut_takes_nothing_more() -> None:
     gaps = Collector()
     async with LocalCluster() as cluster, cluster.client() as pub, cluster.client() as sub:
-        async with sub.subscribe("t", policy="cut", limit_bytes=500, on_gap=gaps.gap) as slow:
+        async with sub.subscribe("t", policy="cut", limit_bytes=500, on_loss=gaps.gap) as slow:
             for n in range(10):
                 await pub.publish("t", b"%d" % n + b" " * 200)
                 await pub.flush()
@@ -257,7 +257,7 @@ async def test_a_slow_coroutine_handler_is_bounded_by_the_same_policy() -> None:
         got(message)
 
     async with LocalCluster() as cluster, cluster.client() as pub, cluster.client() as sub:
-        async with sub.subscribe("t", slow, limit_bytes=3000, on_gap=got.gap):
+        async with sub.subscribe("t", slow, limit_bytes=3000, on_loss=got.gap):
             for n in range(100):
                 await pub.publish("t", b"%d" % n + b" " * 200)
                 await pub.flush()
@@ -276,8 +276,8 @@ async def test_what_the_relay_drops_for_a_slow_receiver_is_reported_exactly() ->
         cluster.client() as pub,
         named(cluster, "slow") as slow,
         cluster.client() as other,
-        slow.subscribe("t.*", got, on_gap=got.gap),
-        other.subscribe("t.>", witness, on_gap=witness.gap),
+        slow.subscribe("t.*", got, on_loss=got.gap),
+        other.subscribe("t.>", witness, on_loss=witness.gap),
     ):
         limit = cluster.relay.config.port_queue_bytes
         sent = dict.fromkeys(range(3), 0)
@@ -318,7 +318,7 @@ async def test_a_group_member_learns_of_drops_on_its_own_queue() -> None:
         LocalCluster() as cluster,
         cluster.client() as pub,
         named(cluster, "one") as one,
-        one.subscribe("t", got[0], group="g", on_gap=got[0].gap),
+        one.subscribe("t", got[0], group="g", on_loss=got[0].gap),
     ):
         resume = freeze(cluster, "one")
         total = 2 * cluster.relay.config.port_queue_bytes // 60_000
@@ -339,8 +339,8 @@ async def test_a_slow_group_member_is_passed_over() -> None:
         cluster.client() as pub,
         named(cluster, "slow") as one,
         cluster.client() as two,
-        one.subscribe("t", slow, group="g", on_gap=slow.gap),
-        two.subscribe("t", fast, group="g", on_gap=fast.gap),
+        one.subscribe("t", slow, group="g", on_loss=slow.gap),
+        two.subscribe("t", fast, group="g", on_loss=fast.gap),
     ):
         resume = freeze(cluster, "slow")
         total = 2 * cluster.relay.config.port_queue_bytes // 60_000

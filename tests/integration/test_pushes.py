@@ -102,7 +102,7 @@ async def test_thousands_of_pushes_exhaust_nothing(coroutine: bool) -> None:
 
 
 async def test_a_push_to_nobody_is_reported_by_the_time_flush_returns() -> None:
-    reported: list[iris.Lost] = []
+    reported: list[iris.Loss] = []
     async with LocalCluster() as cluster, cluster.client() as sender:
         sender.on_loss = reported.append
         await sender.push("nobody", b"x")

@@ -124,7 +124,7 @@ async def test_a_watch_begun_at_any_turn_of_a_move_sees_what_follows(how: str) -
 async def test_publications_at_any_turn_of_a_move_keep_their_order(how: str) -> None:
     got = Collector()
     async with LocalCluster() as cluster, cluster.client() as other:
-        async with other.serve(echo_service("ready")), other.subscribe("t", got, on_gap=got.gap):
+        async with other.serve(echo_service("ready")), other.subscribe("t", got, on_loss=got.gap):
             async with named(cluster, "mover") as mover:
                 sent = 0
                 for turn in range(TURNS):

@@ -29,7 +29,7 @@ async def test_services_rejoin_and_subscriptions_resubscribe_at_the_next_relay(
         async with named(cluster, "caller") as caller, named(cluster, "member") as member:
             async with (
                 member.serve(echo_service()) as binding,
-                member.subscribe("t", got, on_gap=got.gap),
+                member.subscribe("t", got, on_loss=got.gap),
             ):
                 assert await caller.request("echo", b"1", timeout=5) == b"1"
                 before = binding.member_id

@@ -120,5 +120,5 @@ async def test_losses_can_be_read_by_threads() -> None:
             for _ in range(3):
                 await publisher.publish("t", bytes(100))
                 await publisher.flush()
-            await until(lambda: messages.lost == 2)
+            await until(lambda: messages.lost_messages == 2)
             assert [lost.count for lost in party.losses] == [1, 1]

@@ -39,9 +39,9 @@ async def test_a_key_is_added_promoted_and_retired_under_load_without_a_loss() -
             def cast(message: iris.Message, got: Collector = got) -> None:
                 got(message)
 
-            service.on_gap(got.gap)
+            service.on_loss(got.gap)
             await stack.enter_async_context(member.serve(service))
-        await stack.enter_async_context(members[0].subscribe("t.>", topic, on_gap=topic.gap))
+        await stack.enter_async_context(members[0].subscribe("t.>", topic, on_loss=topic.gap))
         errors: list[BaseException] = []
         requests = published = 0
         stop = asyncio.Event()

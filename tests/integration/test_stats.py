@@ -33,7 +33,7 @@ async def test_a_snapshot_counts_messages_bytes_queues_drops_losses_and_failures
     ):
         before = member.stats()
         assert (before.dropped, before.losses, before.failed_handlers) == ({}, 0, 0)
-        assert [(s.filter, s.group, s.queued_bytes, s.limit_bytes, s.lost) for s in before.subscriptions] == [("t.>", "g", 0, 3000, 0)]  # fmt: skip
+        assert [(s.filter, s.group, s.queued_bytes, s.limit_bytes, s.lost_messages) for s in before.subscriptions] == [("t.>", "g", 0, 3000, 0)]  # fmt: skip
         assert [(s.cluster, s.member, s.running) for s in before.services] == [("work", binding.member_id, 0)]  # fmt: skip
         await sender.push("work", bytes(500))
         for _ in range(10):
@@ -46,7 +46,12 @@ async def test_a_snapshot_counts_messages_bytes_queues_drops_losses_and_failures
         (queue,) = full.subscriptions
         assert 1000 < queue.queued_bytes <= 3000
         assert full.queued_bytes == queue.queued_bytes + full.services[0].queued_bytes
-        assert queue.lost == messages.lost == full.dropped["slow subscriber"] == full.losses
+        assert (
+            queue.lost_messages
+            == messages.lost_messages
+            == full.dropped["slow subscriber"]
+            == full.losses
+        )
         assert full.received_bytes - before.received_bytes > 10_000
         assert sender.stats().sent_messages == 11
         assert sender.stats().sent_bytes > 10_000

@@ -173,7 +173,7 @@ async def test_a_watch_without_any_key_finds_both_in_need_of_attention(troubled:
     assert "messages of ticks.>: its own queue was full" in lost
     assert "20 calls of orders failed" in failed
     programs = {program.pid: program for program in network.programs}
-    assert programs[troubled.slow].lost >= 980
+    assert programs[troubled.slow].lost_messages >= 980
     assert programs[troubled.service].failed == 20
     assert {drop.cause for drop in network.drops} >= {"queue full: ticks.>"}
 
@@ -207,8 +207,8 @@ async def test_a_client_that_closes_reports_first_what_it_lost_a_moment_ago() ->
             for _ in range(10):
                 await pub.publish("t", bytes(1000))
                 await pub.flush()
-            await until(lambda: messages.lost)
-            lost = messages.lost
+            await until(lambda: messages.lost_messages)
+            lost = messages.lost_messages
         (row,) = await rows(pub)
         assert (row["cause"], row["count"], row["names"]) == ("queue full", lost, {"t": lost})
 

@@ -63,7 +63,7 @@ async def test_everything_comes_in_order_however_it_is_taken(how: str) -> None:
         concurrency = 4 if how == "several at once" else 1
         limit = {"limit_bytes": MIN_QUEUE_BYTES}
         async with sub.subscribe(
-            "t", handler, on_gap=got.gap, when_full="wait", concurrency=concurrency, **limit
+            "t", handler, on_loss=got.gap, when_full="wait", concurrency=concurrency, **limit
         ) as messages:
             filling = asyncio.create_task(fill(got.messages, messages)) if handler is None else None
             await publish(pub, "t")
@@ -129,8 +129,8 @@ async def test_one_that_stalls_is_dropped_for_and_named_and_the_others_get_every
     async with LocalCluster() as cluster, named(cluster, "pub", stall_s=0.5) as pub:
         async with named(cluster, "the slow one") as sub, cluster.client() as quick:
             async with (
-                sub.subscribe("t", slow.take, on_gap=slow.gap, when_full="wait", limit_bytes=MIN_QUEUE_BYTES),
-                quick.subscribe("t", other, on_gap=other.gap, when_full="wait"),
+                sub.subscribe("t", slow.take, on_loss=slow.gap, when_full="wait", limit_bytes=MIN_QUEUE_BYTES),
+                quick.subscribe("t", other, on_loss=other.gap, when_full="wait"),
             ):  # fmt: skip
                 with caplog.at_level(logging.WARNING, "iris"):
                     await publish(pub, "t")
@@ -156,7 +156,7 @@ async def test_one_that_does_not_read_at_all_is_given_up_after_one_wait() -> Non
     async with LocalCluster() as cluster, named(cluster, "pub", stall_s=0.05) as pub:
         async with named(cluster, "frozen") as sub, cluster.client() as quick:
             async with (
-                sub.subscribe("t", got, on_gap=got.gap, when_full="wait"),
+                sub.subscribe("t", got, on_loss=got.gap, when_full="wait"),
                 quick.subscribe("t", lambda message: None, when_full="wait"),
             ):
                 resume = freeze(cluster, "frozen")

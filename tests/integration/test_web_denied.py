@@ -124,7 +124,7 @@ async def test_every_verb_that_a_ticket_denies_fails_at_once_with_its_name_and_i
             await client.streams.append(name, b"1")
         text = alice(allow=ALLOW)
         async with browser(listener.addresses[0], cluster.keyring, ticket=text) as there:
-            losses: list[iris.Lost] = []
+            losses: list[iris.Loss] = []
             there.on_loss = losses.append
             counted: dict[str, int] = {}
             for name, denied in TABLE.items():

@@ -141,7 +141,7 @@ async def test_a_session_does_what_ticket_and_issuer_both_allow_and_nothing_else
             with pytest.raises(LocalProtocolError, match="does not allow subscribe"):
                 async with there.subscribe(wide, lambda message: None):
                     pass
-        lost: list[iris.Lost] = []
+        lost: list[iris.Loss] = []
         async with here.subscribe("news", lambda message: lost.append(message)):  # type: ignore[arg-type]  # nothing comes
             await there.publish("news", b"forged")
             await there.publish("chat.a", b"allowed")

@@ -48,7 +48,7 @@ async def publisher(options: dict[str, Any]) -> Result:
     me, accepted, refused = options["publisher"], [0, 0], 0
     reported = 0
 
-    def lost(loss: iris.Lost) -> None:
+    def lost(loss: iris.Loss) -> None:
         nonlocal reported
         reported += 1
 
@@ -149,14 +149,14 @@ async def listener(options: dict[str, Any]) -> Result:
     def receive(payload: bytes) -> None:
         broadcasts.payload(payload)
 
-    service.on_gap(lambda lost: broadcasts.gap(lost.count))
+    service.on_loss(lambda lost: broadcasts.gap(lost.count))
     async with (
         iris.connect() as client,
         client.serve(service),
         client.subscribe(
             TOPIC,
             lambda message: casts.payload(message.payload),
-            on_gap=lambda lost: casts.gap(lost.count),
+            on_loss=lambda lost: casts.gap(lost.count),
             limit_bytes=1 << 30,
         ),
     ):

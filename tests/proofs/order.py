@@ -123,7 +123,7 @@ class Audit:
             time.sleep(STALL_S)
             self.latest_s = time.monotonic()
 
-    def gap(self, lost: iris.Lost) -> None:
+    def gap(self, lost: iris.Loss) -> None:
         if lost.count is None:
             self.unknown += 1
         else:
@@ -161,7 +161,7 @@ async def subscriber(options: dict[str, Any]) -> Result:
     audit = Audit(pattern, options["seed"], options["counts"])
     async with iris.connect() as client:
         if mode == "async-for":
-            async with client.subscribe(pattern, on_gap=audit.gap) as messages:
+            async with client.subscribe(pattern, on_loss=audit.gap) as messages:
 
                 async def take() -> None:
                     async for message in messages:
@@ -176,7 +176,7 @@ async def subscriber(options: dict[str, Any]) -> Result:
                     await task
         else:
             handler = audit.slowly if mode == "slow" else audit.message
-            async with client.subscribe(pattern, handler, on_gap=audit.gap):
+            async with client.subscribe(pattern, handler, on_loss=audit.gap):
                 harness.say_ready()
                 await cues.stop.wait()
                 await audit.complete()

@@ -63,8 +63,8 @@ async def member(options: dict[str, Any]) -> Result:
         wrong += number != received[worker]
         received[worker] += 1
 
-    @service.on_gap
-    def gap(lost: iris.Lost) -> None:
+    @service.on_loss
+    def gap(lost: iris.Loss) -> None:
         nonlocal reported
         reported += lost.count or 1
 

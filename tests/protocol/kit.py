@@ -25,7 +25,7 @@ from iris.core.bundle import Headers
 from iris.core.conversation import State
 from iris.core.guard import Guard
 from iris.core.inbound import InFlow
-from iris.core.interfaces import Delivery, Lost
+from iris.core.interfaces import Delivery, Loss
 from iris.core.message import Message
 from iris.core.requests import Pending
 from iris.core.session import Session
@@ -113,7 +113,7 @@ class Inbox:
         self.pattern = pattern
         self.group = group
         self.messages: list[Message] = []
-        self.gaps: list[Lost] = []
+        self.gaps: list[Loss] = []
         self.waits = False
         self.limit_bytes = LIMIT
         self._held: dict[tuple[str, bytes], int] = {}
@@ -138,7 +138,7 @@ class Inbox:
             flow = (messages[0].name, messages[0].source)
             self._held[flow] = self._held.get(flow, 0) + size
 
-    def gap(self, gap: Lost) -> None:
+    def gap(self, gap: Loss) -> None:
         self.gaps.append(gap)
 
 
@@ -154,7 +154,7 @@ class Service:
         """Methods of the calls that named one."""
         self.casts: list[Message] = []
         self.tunnels: list[TunnelEnd] = []
-        self.gaps: list[Lost] = []
+        self.gaps: list[Loss] = []
         self.member = 0
 
     def admit(self, kind: int, size: int) -> Refusal | None:
@@ -175,7 +175,7 @@ class Service:
     def tunnel(self, end: TunnelEnd) -> None:
         self.tunnels.append(end)
 
-    def gap(self, gap: Lost) -> None:
+    def gap(self, gap: Loss) -> None:
         self.gaps.append(gap)
 
 
@@ -240,7 +240,7 @@ class Host:
         self.guard = guard
         self.services: dict[int, Service] = {}
         self.inboxes: list[Inbox] = []
-        self.losses: list[Lost] = []
+        self.losses: list[Loss] = []
         self.other_key_notes: list[tuple[str, bytes, dict[str, int]]] = []
         """(topic, key id, others) of publications that only holders of other keys subscribe to."""
         self.ended_because = ""
@@ -277,7 +277,7 @@ class Host:
 
     def draining(self) -> None: ...
 
-    def lost(self, lost: Lost) -> None:
+    def lost(self, lost: Loss) -> None:
         self.losses.append(lost)
 
     def other_keys(self, topic: str, key_id: bytes, others: dict[str, int]) -> None:

@@ -135,7 +135,7 @@ MADE: Final[dict[Any, Any]] = {
     iris.Members: lambda: iris.Members("shop", [sample(MemberInfo)], {"1f2e": 1}, {"eu": 2}),
     iris.PerMember: lambda: iris.PerMember([sample(iris.Ping)], {"m": iris.NoMembers("a", "b")}, {"eu": 2}),
     iris.blocking.Answers: lambda: _answers(),
-    iris.Lost: lambda: iris.Lost("push", "shop", b"s", 1, "no members", sample(iris.NoMembers)),
+    iris.Loss: lambda: iris.Loss("push", "shop", b"s", 1, "no members", sample(iris.NoMembers)),
     iris.Request: lambda: iris.Request(b"p", "shop", {"h": "v"}, True, b"s", deadline=1.5, method="place", kind="request"),
     Offset: lambda: offset_in(5, 3),
 }  # fmt: skip

@@ -9,7 +9,7 @@ import { Closed, ConfigError, ConnectionLost, IrisError, LocalProtocolError, NoM
 import { Kind } from "./frames.ts";
 import { Guard } from "./guard.ts";
 import { Keyring, type ClusterKey, type KeyringEntries } from "./keys.ts";
-import { encodePayload, type Lost, type Message } from "./messages.ts";
+import { encodePayload, type Loss, type Message } from "./messages.ts";
 import { checkName, methodName, splitSite } from "./names.ts";
 import { notify } from "./notify.ts";
 import { Binding, type Service } from "./service.ts";
@@ -44,7 +44,7 @@ export interface ConnectOptions {
   /** Shown by `iris status`. */
   readonly label?: string;
   /** Called with each loss that no subscription reports: of pushes, of casts that the relay dropped, of a relay. */
-  readonly onLoss?: (lost: Lost) => void;
+  readonly onLoss?: (loss: Loss) => void;
   /** How long `connect` waits for a first relay before it raises RelayUnavailable. */
   readonly waitMs?: number;
   /** Milliseconds between attempts to connect: the first one and the longest one. Half of each is random. */
@@ -421,9 +421,9 @@ export class Client implements AsyncDisposable {
     });
   }
 
-  #lost(lost: Lost): void {
-    if (this.#options.onLoss) notify(this.#options.onLoss, lost);
-    else console.warn(`iris: lost ${lost.count ?? "an unknown number of"} messages to ${lost.name}: ${lost.cause}`);
+  #lost(loss: Loss): void {
+    if (this.#options.onLoss) notify(this.#options.onLoss, loss);
+    else console.warn(`iris: lost ${loss.count ?? "an unknown number of"} messages to ${loss.name}: ${loss.cause}`);
   }
 
   /**
@@ -615,7 +615,7 @@ export class Client implements AsyncDisposable {
   }
 
   /** Serve a service until its binding is closed. Returns when the relays know the member. */
-  async serve(service: Service, onGap?: (lost: Lost) => void): Promise<Binding> {
+  async serve(service: Service, onLoss?: (loss: Loss) => void): Promise<Binding> {
     if (!service.kinds.length) throw new ConfigError(`the service ${service.name} has no handlers`);
     const binding = new Binding(service, this.keyring, this.#troubles, async (closed) => {
       this.#bindings.delete(closed);
@@ -626,7 +626,7 @@ export class Client implements AsyncDisposable {
         await serving.idle();
       }
     });
-    binding.onGap = onGap;
+    binding.onLoss = onLoss;
     const parts = await this.#ready(service.name, DEFAULT_TIMEOUT_MS);
     await parts.serving.join(binding);
     this.#bindings.add(binding);

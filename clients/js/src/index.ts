@@ -7,7 +7,7 @@ export {
 } from "./client.ts";
 export * from "./errors.ts";
 export { ClusterKey, Keyring, topicSecret, type KeyringEntries } from "./keys.ts";
-export { Message, type Lost } from "./messages.ts";
+export { Message, type Loss } from "./messages.ts";
 export { Binding, IncomingMessage, Service, type Handler, type ServiceOptions, type TunnelHandler } from "./service.ts";
 export { StreamMessage, Streams, type AppendOptions, type ReadOptions, type StreamGap } from "./streams.ts";
 export { Subscription, type Policy, type SubscribeOptions } from "./subscriptions.ts";

@@ -59,7 +59,7 @@ export function encodePayload(value: unknown): { payload: Bytes; packed: boolean
 }
 
 /** Messages that did not arrive: `count` of them, null if nobody knows, and why. */
-export interface Lost {
+export interface Loss {
   readonly kind: "publish" | "broadcast" | "push" | "survey" | "relay";
   readonly name: string;
   /** The sender's id in hex; "" if it is not known or is this client. */

@@ -4,7 +4,7 @@ import { monotonicUs } from "./clock.ts";
 import { ConfigError, InvalidName } from "./errors.ts";
 import { Kind, type DataFrame } from "./frames.ts";
 import type { ClusterKey, Keyring } from "./keys.ts";
-import { Message, type Lost } from "./messages.ts";
+import { Message, type Loss } from "./messages.ts";
 import { checkMethod, checkName } from "./names.ts";
 import { notify } from "./notify.ts";
 import type { Declared } from "./session.ts";
@@ -168,7 +168,7 @@ export class Binding implements AsyncDisposable {
   /** Messages that this member dropped, by cause. */
   readonly dropped = new Map<string, number>();
   /** Called with broadcasts that were lost. */
-  onGap: ((lost: Lost) => void) | undefined;
+  onLoss: ((loss: Loss) => void) | undefined;
   /** Value of the guard's epoch since when the member is there without a break. */
   since = Infinity;
   readonly lanes = new Map<number, Lane>();
@@ -202,8 +202,8 @@ export class Binding implements AsyncDisposable {
     this.since = Infinity;
     if (!this.lanes.has(Kind.BROADCAST)) return;
     this.troubles.count("uncounted", this.service.name);
-    if (this.onGap) {
-      notify(this.onGap, { kind: "broadcast" as const, name: this.service.name, source: "", count: null, cause });
+    if (this.onLoss) {
+      notify(this.onLoss, { kind: "broadcast" as const, name: this.service.name, source: "", count: null, cause });
     }
   }
 }

@@ -437,7 +437,7 @@ export class Serving {
   ): void {
     binding.troubles.count(trouble, name, count ?? 1);
     binding.dropped.set(cause, (binding.dropped.get(cause) ?? 0) + (count ?? 1));
-    if (binding.onGap) notify(binding.onGap, { kind: "broadcast" as const, name, source: senderHex, count, cause });
+    if (binding.onLoss) notify(binding.onLoss, { kind: "broadcast" as const, name, source: senderHex, count, cause });
   }
 }
 

@@ -7,7 +7,7 @@ import { Closed, ConfigError, LocalProtocolError, OpenError, Overloaded } from "
 import { Kind, type DataFrame, type Fields } from "./frames.ts";
 import { FRESH_US, type Guard, type Sequence } from "./guard.ts";
 import type { Keyring } from "./keys.ts";
-import { Message, type Lost } from "./messages.ts";
+import { Message, type Loss } from "./messages.ts";
 import { checkFilter, groupName, matches } from "./names.ts";
 import { notify } from "./notify.ts";
 import { NO_LIMIT, type Declared, type Session } from "./session.ts";
@@ -30,7 +30,7 @@ export interface SubscribeOptions {
   /** Bytes of messages that were not iterated over yet. */
   readonly limitBytes?: number;
   /** Called with each loss. */
-  readonly onGap?: (lost: Lost) => void;
+  readonly onLoss?: (loss: Loss) => void;
   readonly signal?: AbortSignal;
 }
 
@@ -40,14 +40,14 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
   readonly group: string;
   /** Resolves when the relays know the subscription: what is published in this site after that is received. */
   readonly ready: Promise<void>;
-  /** Messages that are known to be lost. */
-  lost = 0;
+  /** How many messages of this subscription are known to be lost. */
+  lostMessages = 0;
   /** Value of the guard's epoch since when the subscription is followed without a break. */
   since = Infinity;
 
   readonly #policy: Policy;
   readonly #limit: number;
-  readonly #onGap: ((lost: Lost) => void) | undefined;
+  readonly #onLoss: ((loss: Loss) => void) | undefined;
   readonly #troubles: Troubles;
   readonly #close: (subscription: Subscription) => Promise<void>;
   readonly #stop: () => void;
@@ -64,7 +64,7 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
 
   /** Made by `Client.subscribe`. */
   constructor(filter: string, options: SubscribeOptions, troubles: Troubles, close: (subscription: Subscription) => Promise<void>) {
-    const { policy = "drop-new", limitBytes = QUEUE_BYTES, onGap, signal } = options;
+    const { policy = "drop-new", limitBytes = QUEUE_BYTES, onLoss, signal } = options;
     checkFilter(filter);
     this.group = groupName(options.group);
     if (!["drop-new", "drop-old", "cut"].includes(policy)) throw new ConfigError(`policy must be 'drop-new', 'drop-old' or 'cut'`);
@@ -73,7 +73,7 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
     this.filter = filter;
     this.#policy = policy;
     this.#limit = limitBytes;
-    this.#onGap = onGap;
+    this.#onLoss = onLoss;
     this.#troubles = troubles;
     this.#close = close;
     this.ready = new Promise((resolve, reject) => {
@@ -111,27 +111,27 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
   }
 
   /** Report a loss. */
-  gap(lost: Lost, cause: Trouble = lost.count === null ? "uncounted" : "missing"): void {
+  gap(loss: Loss, cause: Trouble = loss.count === null ? "uncounted" : "missing"): void {
     if (this.#ended) return;
-    this.#report(lost, cause);
+    this.#report(loss, cause);
   }
 
-  #report(lost: Lost, cause: Trouble): void {
-    this.lost += lost.count ?? 0;
-    this.#troubles.count(cause, this.filter, lost.count ?? 1);
-    if (this.#onGap) notify(this.#onGap, lost);
+  #report(loss: Loss, cause: Trouble): void {
+    this.lostMessages += loss.count ?? 0;
+    this.#troubles.count(cause, this.filter, loss.count ?? 1);
+    if (this.#onLoss) notify(this.#onLoss, loss);
   }
 
   /** Whether `message` may be queued now. `left` counts it and those that came with it after it. */
   #makeRoom({ name, source }: Message, left: number, size: number): boolean {
-    const lost = (count: number): Lost => ({ kind: "publish", name, source, count, cause: "the subscription's queue is full" });
+    const loss = (count: number): Loss => ({ kind: "publish", name, source, count, cause: "the subscription's queue is full" });
     if (this.#policy === "cut") {
       this.end(new Overloaded(this.filter, `the queue of ${this.#limit} bytes is full`));
       void this.#close(this);
       return false;
     }
     if (this.#policy === "drop-new") {
-      this.gap(lost(left), "queue full");
+      this.gap(loss(left), "queue full");
       return false;
     }
     let dropped = 0;
@@ -139,7 +139,7 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
       this.#queuedBytes -= this.#queue.shift()!.payload.length + QUEUED_EXTRA;
       dropped++;
     }
-    this.gap(lost(dropped), "queue full");
+    this.gap(loss(dropped), "queue full");
     return true;
   }
 

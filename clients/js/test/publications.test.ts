@@ -5,7 +5,7 @@ import { view, type Bytes } from "../src/bytes.ts";
 import { Casts } from "../src/casts.ts";
 import { Kind } from "../src/frames.ts";
 import { Guard } from "../src/guard.ts";
-import type { Lost } from "../src/messages.ts";
+import type { Loss } from "../src/messages.ts";
 import { Subscription, Subscriptions, type SubscribeOptions } from "../src/subscriptions.ts";
 import { encodePayload } from "../src/messages.ts";
 import { Troubles } from "../src/troubles.ts";
@@ -17,7 +17,7 @@ class World {
   casts!: Casts;
   readonly guard = new Guard(() => 1);
   readonly subscriptions = new Subscriptions(this.guard, KEYRING);
-  readonly gaps: Lost[] = [];
+  readonly gaps: Loss[] = [];
   /** What a subscription that is closed waits for. */
   closing: () => Promise<void> = async () => undefined;
 
@@ -34,7 +34,7 @@ class World {
   }
 
   async subscribe(filter = "news", options: SubscribeOptions = {}): Promise<Subscription> {
-    const subscription = new Subscription(filter, { onGap: (lost) => this.gaps.push(lost), ...options }, new Troubles(() => undefined), () => this.closing());
+    const subscription = new Subscription(filter, { onLoss: (loss) => this.gaps.push(loss), ...options }, new Troubles(() => undefined), () => this.closing());
     this.subscriptions.add(subscription);
     const registered = this.subscriptions.register(this.subscriber.session, subscription);
     this.subscriber.acknowledge();
@@ -116,7 +116,7 @@ test("what is missing in a sender's sequence is reported, once", async () => {
   await world.gap(1, 2);
   await world.deliver(await world.publish(4));
   assert.deepEqual(world.counts, [2, 1]);
-  assert.equal(subscription.lost, 3);
+  assert.equal(subscription.lostMessages, 3);
   assert.deepEqual(await queued(subscription), [0, 4]);
 });
 
@@ -150,7 +150,7 @@ test("a new subscription misses nothing of what came before it, and a lost conne
   const later = await world.subscribe("*");
   await world.deliver(await world.publish(2));
   assert.deepEqual(world.counts, [1]);
-  assert.equal(later.lost, 0);
+  assert.equal(later.lostMessages, 0);
   world.subscriptions.interrupted("the relay was lost");
   assert.deepEqual(world.counts, [1, null, null]);
   await world.publish(3);
@@ -166,7 +166,7 @@ test("a share of a queue group is no gap, but what only a group got is lost to o
   await world.publish(1);
   await world.deliver(await world.publish(2), shared);
   assert.deepEqual(world.counts, []);
-  assert.equal(worker.lost, 0);
+  assert.equal(worker.lostMessages, 0);
   const other = await world.subscribe("news");
   await world.deliver(await world.publish(3), { plain: true, groups: ["workers"] });
   await world.deliver(await world.publish(4), shared);
@@ -209,7 +209,7 @@ test("what nobody iterates over when a member leaves its group is reported", asy
   for (let i = 0; i < 4; i++) await world.deliver(await world.publish(i), { plain: false, groups: ["workers"] });
   for await (const { value } of worker) if (value === 1) break;
   assert.deepEqual(world.counts, [2]);
-  assert.equal(worker.lost, 2);
+  assert.equal(worker.lostMessages, 2);
 });
 
 test("a message that does not open, or is too old, is reported as lost", async () => {

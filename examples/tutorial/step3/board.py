@@ -12,7 +12,7 @@ async def main(airport: str) -> None:
     async with (
         iris.connect() as client,
         client.subscribe(
-            f"departures.{airport}", on_gap=lambda gap: print("missed", gap)
+            f"departures.{airport}", on_loss=lambda loss: print("missed", loss)
         ) as changes,
     ):
         await client.wait_for_subscribers(f"departures.{airport}", 1, timeout=5.0)

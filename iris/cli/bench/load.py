@@ -226,7 +226,7 @@ async def _publications(load: Load, relay: str | None) -> AsyncIterator[Run]:
         tally.count_answered(due_at_ns, sent_at_ns)
         progress.set()
 
-    def on_gap(gap: iris.Lost) -> None:
+    def on_loss(gap: iris.Loss) -> None:
         tally.lost[gap.cause] += gap.count or 0
         progress.set()
 
@@ -261,7 +261,7 @@ async def _publications(load: Load, relay: str | None) -> AsyncIterator[Run]:
     async with (
         _connect(load, relay) as receiver,
         _connect(load, relay) as sender,
-        receiver.subscribe(load.target, receive, on_gap=on_gap),
+        receiver.subscribe(load.target, receive, on_loss=on_loss),
     ):
         await sender.publish(load.target, STAMP.pack(run_id, PROBE, 0, 0) + filler)
         try:

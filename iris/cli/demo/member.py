@@ -53,8 +53,8 @@ def on_flight(flight: bytes) -> None:
     _received.add_delay(flight)
 
 
-@service.on_gap
-def on_gap(loss: iris.Lost) -> None:
+@service.on_loss
+def on_loss(loss: iris.Loss) -> None:
     """Count lost publications."""
     _count.missed += loss.count or 1
 

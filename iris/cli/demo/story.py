@@ -57,7 +57,7 @@ async def play(source: Path, figures: Figures, screen: Screen) -> None:
         ):
             await _members_up(sandbox, caller)
             story = Story(figures, sandbox, caller, script)
-            async with dashboard.subscribe("flights.>", story.received, on_gap=story.missed):
+            async with dashboard.subscribe("flights.>", story.received, on_loss=story.missed):
                 try:
                     async with asyncio.timeout(LIMIT_S):
                         await story.run(publisher, screen)
@@ -113,7 +113,7 @@ class Story:
         """Count a flight that the dashboard received."""
         self._figures.dashboard.add(message.payload)
 
-    def missed(self, loss: iris.Lost) -> None:
+    def missed(self, loss: iris.Loss) -> None:
         """Count a loss that was reported to the dashboard."""
         self._figures.missed += loss.count or 1
 

@@ -79,7 +79,7 @@ def facts(info: StreamInfo, *, human: bool) -> list[tuple[str, str]]:
         *([] if info.joining_bytes is None else [("given-to-bucket", joining(info))]),
         ("copy-in-bucket", bucket_copy(info)),
         ("moved-to-bucket", moved),
-        ("lost", str(info.lost)),
+        ("lost-messages", str(info.lost_messages)),
         ("failed", info.failed or ("no" if human else "")),
         ("keys", " ".join(info.key_ids)),
         ("created", time_text(info.created_us) or str(info.created_us)),

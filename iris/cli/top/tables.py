@@ -217,7 +217,7 @@ def programs(network: Network) -> Table:
         (
             _text(p.host), _text(p.label, "warn" if (p.host, p.called) in slow else ""), _number(p.pid, lambda pid: f"{pid:.0f}"), _number(p.members), _number(p.subscriptions), _number(p.running),
             _number(p.waiting), _number(p.tunnels), _number(p.held, style="warn", marked=True), _number(p.held_for_s, age, "warn", marked=True),
-            _number(p.lost), _number(p.failed), _text(p.user),
+            _number(p.lost_messages), _number(p.failed), _text(p.user),
         )
         for p in network.programs
     ]  # fmt: skip
@@ -246,7 +246,7 @@ def streams(network: Network) -> Table:
             start = (_text(stream.name, "bad" if stream.failed else ""),)
             end = (
                 _rate(stream.in_rate), _number(stream.messages), _number(stream.dead_letters, style="bad", marked=True), _number(stream.size_bytes, size),
-                _number(stream.lost, style="bad", marked=True), _copy(stream), _text(stream.host), _text(stream.failed or stream.source, "bad" if stream.failed else "dim"),
+                _number(stream.lost_messages, style="bad", marked=True), _copy(stream), _text(stream.host), _text(stream.failed or stream.source, "bad" if stream.failed else "dim"),
             )  # fmt: skip
             for each in stream.consumers:
                 yield (

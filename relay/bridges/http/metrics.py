@@ -27,6 +27,6 @@ def source(bridge: HttpBridge) -> BridgeSource:
             ("read", application.streams.lost),
         ):
             for cause, count in dict(lost).items():
-                page.add("iris_bridge_lost_total", count, kind, socket, causes(cause))
+                page.add("iris_bridge_losses_total", count, kind, socket, causes(cause))
 
     return BridgeSource("http", lambda: bridge.serving, fill)

@@ -85,7 +85,7 @@ def document(config: HttpConfig) -> bytes:
         "/clusters/{name}/survey": {"post": _operation("survey", "Ask every member. Answers arrive as lines of JSON; the last one has the member `done`.", [cluster, timeout, method, scope], {"200": _answer("Lines of JSON.", {"application/x-ndjson": {}})}, _CALL)},
         "/topics/{name}": {
             "post": _operation("publish", "Publish to all subscribers of a topic.", [topic], {"202": _answer("The relay has routed it.", {"application/json": {"type": "object", "required": ["subscribers"], "properties": {"subscribers": {"type": ["integer", "null"]}}}})}, (408, 413, 431, 504)),
-            "get": _events("subscribe", "Receive what is published to topics that match a filter.", [filter], "Events: a message has no event name; `lost` has the count of messages that did not arrive."),
+            "get": _events("subscribe", "Receive what is published to topics that match a filter.", [filter], "Events: a message has no event name; `loss` has the count of messages that did not arrive."),
         },
         "/streams/{name}": {
             "post": _operation(

@@ -1,7 +1,7 @@
 """Publications as server-sent events.
 
 All readers of a filter share one subscription. A publication is encoded once; each reader has a queue of such events,
-bounded in bytes. When it is full, events are dropped for this reader alone, and an event `lost` with their number takes
+bounded in bytes. When it is full, events are dropped for this reader alone, and an event `loss` with their number takes
 their place.
 """
 
@@ -101,7 +101,7 @@ class Reader:
             return
         lost, self._lost = self._lost, Counter()
         for cause, count in lost.items():
-            self._put(event({"count": count or None, "cause": cause}, "lost"))
+            self._put(event({"count": count or None, "cause": cause}, "loss"))
 
     def _put(self, data: bytes) -> None:
         self._queue.append(data)
@@ -128,7 +128,7 @@ class Feed:
         """Messages, and losses at their places."""
         self._waiting_bytes = 0
         self._task: asyncio.Task[None] | None = None
-        self.subscription = topics.client.subscribe(pattern, self._take, on_gap=self._gap)
+        self.subscription = topics.client.subscribe(pattern, self._take, on_loss=self._missed)
 
     async def close(self) -> None:
         """End the subscription."""
@@ -145,8 +145,8 @@ class Feed:
         self._waiting_bytes += size
         self._put(message)
 
-    def _gap(self, lost: iris.Lost) -> None:
-        self._lose(lost.cause, lost.count or 0)
+    def _missed(self, loss: iris.Loss) -> None:
+        self._lose(loss.cause, loss.count or 0)
 
     def _lose(self, cause: str, count: int) -> None:
         """Note a loss behind what waits, so that readers are told at its place."""

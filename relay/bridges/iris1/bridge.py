@@ -209,12 +209,12 @@ class Bridge:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def lost(self, lost: iris.Lost) -> None:
+    def lost(self, lost: iris.Loss) -> None:
         """Count messages that did not reach a client or the relay. The protocol cannot report them."""
         if lost.count is not None:
             self.counters[f"lost on the way: {lost.cause}"] += lost.count
 
-    def gap(self, gap: iris.Lost) -> None:
+    def gap(self, gap: iris.Loss) -> None:
         """Count a gap of unknown size. If the size is known, `lost` counts it."""
         if gap.count is None:
             self.counters[f"gaps of unknown length: {gap.cause}"] += 1

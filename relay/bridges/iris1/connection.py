@@ -74,8 +74,8 @@ class BridgePort(Protocol):
     def admit(self, connection: ClientConnection) -> bool: ...
     def received(self, connection: ClientConnection) -> None: ...
     def disconnected(self, connection: ClientConnection) -> None: ...
-    def lost(self, lost: iris.Lost) -> None: ...
-    def gap(self, gap: iris.Lost) -> None: ...
+    def lost(self, lost: iris.Loss) -> None: ...
+    def gap(self, gap: iris.Loss) -> None: ...
     def warn(self, event: str, peer: str, reason: str) -> None: ...
 
 
@@ -377,7 +377,7 @@ class ClientConnection(asyncio.Protocol):
             if current is not None and current[0] is subscription:
                 self.machine.send(codec.publish(topic, message.payload))
 
-        subscription = self._session.subscribe(name, forward, on_gap=self._bridge.gap)
+        subscription = self._session.subscribe(name, forward, on_loss=self._bridge.gap)
         self._frames_in_turn = (
             FRAMES_A_TURN  # subscribing takes long with many topics: end the turn
         )
@@ -551,7 +551,7 @@ class ClientConnection(asyncio.Protocol):
         service = iris.Service(cluster)
         service.on_request(self._requests.on_request)
         service.on_tunnel(self._tunnels.on_tunnel)
-        service.on_gap(self._bridge.gap)
+        service.on_loss(self._bridge.gap)
 
         @service.on_broadcast
         def forward(message: iris.Message) -> None:

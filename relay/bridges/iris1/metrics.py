@@ -13,6 +13,6 @@ def source(bridge: Bridge) -> BridgeSource:
     def fill(page: Page, kind: str, causes: Names) -> None:
         page.set("iris_bridge_peers", len(bridge.connections), kind, "")
         for cause, count in dict(bridge.counters).items():
-            page.add("iris_bridge_lost_total", count, kind, "", causes(cause))
+            page.add("iris_bridge_losses_total", count, kind, "", causes(cause))
 
     return BridgeSource("iris1", lambda: True, fill)

@@ -73,7 +73,7 @@ class Bridge:
         while self.in_flight:
             await self._changed()
 
-    def lost(self, lost: iris.Lost) -> None:
+    def lost(self, lost: iris.Loss) -> None:
         """Count messages that the session reports as lost."""
         cause = type(lost.error).__name__ if lost.error is not None else f"iris: {lost.cause}"
         self.tally.count_lost(cause, lost.error or lost.name, lost.count or 1)

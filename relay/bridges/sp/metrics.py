@@ -20,8 +20,8 @@ def source(bridge: SpBridge) -> BridgeSource:
             page.set("iris_bridge_messages_total", tally.from_sp, kind, entry, "in")
             page.set("iris_bridge_messages_total", tally.to_sp, kind, entry, "out")
             for cause, count in dict(tally.causes).items():
-                page.add("iris_bridge_lost_total", count, kind, entry, causes(cause))
+                page.add("iris_bridge_losses_total", count, kind, entry, causes(cause))
             expired = each.client.counters.get("expired", 0)  # in the member's queue
-            page.add("iris_bridge_lost_total", expired, kind, entry, "expired")
+            page.add("iris_bridge_losses_total", expired, kind, entry, "expired")
 
     return BridgeSource("sp", ready, fill)

@@ -36,7 +36,7 @@ class PullBridge(Bridge):
             group.create_task(self._watch())
             group.create_task(self._push())
 
-    def lost(self, lost: iris.Lost) -> None:
+    def lost(self, lost: iris.Loss) -> None:
         """Count a push that was refused."""
         super().lost(lost)
         if isinstance(lost.error, FAILURES):

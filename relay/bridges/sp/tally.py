@@ -31,7 +31,7 @@ class Tally:
         self.causes[cause] += count
         _quiet.warning(
             log,
-            "bridge.lost",
+            "bridge.loss",
             (self.label, cause),
             time.monotonic(),
             {"socket": self.label, "cause": cause, "detail": str(detail)[:200]},
@@ -42,10 +42,10 @@ class Tally:
 
         `expired` messages expired in the member's queue, before the bridge could send them.
         """
-        lost = {**self.causes, **({"expired": expired} if expired else {})}
+        losses = {**self.causes, **({"expired": expired} if expired else {})}
         return {
             "socket": self.label,
             "from_sp": self.from_sp,
             "to_sp": self.to_sp,
-            "lost": dict(sorted(lost.items())),
+            "losses": dict(sorted(losses.items())),
         }

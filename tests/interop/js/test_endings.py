@@ -52,7 +52,7 @@ async def test_after_the_relay_was_killed_everything_comes_back_and_a_stream_mis
         await page.run(
             """s.read = []; s.heard = []; s.gaps = [];
             s.binding = await s.client.serve(new iris.Service("echo").onRequest((value) => value));
-            s.sub = s.client.subscribe("news", {onGap: (lost) => s.gaps.push(lost)});
+            s.sub = s.client.subscribe("news", {onLoss: (lost) => s.gaps.push(lost)});
             await s.sub.ready;
             void (async () => { for await (const { value } of s.sub) s.heard.push(value); })();
             void (async () => {
@@ -102,7 +102,7 @@ async def test_a_relay_that_stops_waits_for_the_calls_of_javascript(
         await page.run(
             """s.began = new Promise((resolve) => { s.begin = resolve; });
             s.gaps = [];
-            s.sub = s.client.subscribe("news", {onGap: (lost) => s.gaps.push(lost)});
+            s.sub = s.client.subscribe("news", {onLoss: (lost) => s.gaps.push(lost)});
             await s.sub.ready;
             s.service = new iris.Service("slow").onRequest(async (value) => {
                 s.begin();

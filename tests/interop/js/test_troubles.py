@@ -44,7 +44,7 @@ async def test_a_slow_subscriber_in_javascript_is_shown_by_its_relay(
             await client.publish(name, bytes(1000))
             await client.flush()
         row = await reported(client, name, "queue full", 46)
-        lost = await page.run("return s.subscription.lost;")
+        lost = await page.run("return s.subscription.lostMessages;")
         assert row["label"] == "javascript"
         assert row["names"][name] == lost
 

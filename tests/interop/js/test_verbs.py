@@ -295,7 +295,7 @@ async def test_a_queue_group_is_shared_by_python_and_javascript(
 ) -> None:
     await page.run(
         """s.got = [];
-        s.sub = s.client.subscribe(args.name, {group: "workers", onGap: (lost) => s.got.push(lost)});
+        s.sub = s.client.subscribe(args.name, {group: "workers", onLoss: (lost) => s.got.push(lost)});
         await s.sub.ready;
         void (async () => { for await (const { value } of s.sub) s.got.push(value); })();""",
         name=name,
@@ -317,18 +317,18 @@ async def test_a_slow_subscription_reports_what_it_drops(
 ) -> None:
     await page.run(
         """s.gaps = [];
-        s.sub = s.client.subscribe(args.name, {limitBytes: 2000, onGap: (lost) => s.gaps.push(lost)});
+        s.sub = s.client.subscribe(args.name, {limitBytes: 2000, onLoss: (lost) => s.gaps.push(lost)});
         s.cut = s.client.subscribe(args.name, {limitBytes: 2000, policy: "cut", group: "g"});
         await Promise.all([s.sub.ready, s.cut.ready]);""",
         name=name,
     )
     for number in range(20):
         await python.publish(name, number)
-    await page.run("await until(() => s.sub.lost > 0 && s.sub.lost + 7 >= 20)")
+    await page.run("await until(() => s.sub.lostMessages > 0 && s.sub.lostMessages + 7 >= 20)")
     said = await page.run(
         """const got = [];
-        for await (const { value } of s.sub) if (got.push(value) === 20 - s.sub.lost) break;
-        return { got, lost: s.sub.lost, told: s.gaps.reduce((sum, { count }) => sum + count, 0) };"""
+        for await (const { value } of s.sub) if (got.push(value) === 20 - s.sub.lostMessages) break;
+        return { got, lost: s.sub.lostMessages, told: s.gaps.reduce((sum, { count }) => sum + count, 0) };"""
     )
     assert said["got"] == list(range(20 - said["lost"]))
     assert said["told"] == said["lost"]
@@ -404,7 +404,7 @@ async def test_a_publisher_that_waits_is_not_held_up_by_javascript(
     said = await page.run(
         """let count = 0;
         for await (const { payload } of s.sub) if (payload.length === 10_000 && ++count === 40) break;
-        return [count, s.sub.lost];"""
+        return [count, s.sub.lostMessages];"""
     )
     assert said == [40, 0]
 

@@ -139,7 +139,7 @@ class Bridge(Process):
 
     async def until_lost(self, socket: str, cause: str, count: int = 1) -> None:
         """Return when an entry has counted `count` losses of this cause."""
-        await eventually(lambda: self.status(socket)["lost"].get(cause, 0) >= count)
+        await eventually(lambda: self.status(socket)["losses"].get(cause, 0) >= count)
 
 
 class World:

@@ -111,7 +111,7 @@ async def test_a_reply_for_a_peer_that_left_is_counted(world: World, bridge: Bri
         await left.wait()
         return b"too late"
 
-    before = bridge.status("rep-tcp")["lost"].get("peer gone", 0)
+    before = bridge.status("rep-tcp")["losses"].get("peer gone", 0)
     async with world.client() as client, client.serve(service):
         with pynng.Req0(dial=bridge.url("rep-tcp")) as peer:
             await peer.asend(b"?")
@@ -153,7 +153,7 @@ async def test_peers_that_are_refused_make_no_room_for_more_than_are_allowed(wor
             assert await asyncio.to_thread(ends, bad)
     with pynng.Req0(dial=bridge.url("few")):
         await bridge.until_peers("few", 1)
-        before = bridge.status("few")["lost"].get("too many peers", 0)
+        before = bridge.status("few")["losses"].get("too many peers", 0)
         with pynng.Req0(dial=bridge.url("few")):
             await bridge.until_lost("few", "too many peers", before + 1)
             assert bridge.status("few")["peers"] == 1

@@ -76,4 +76,4 @@ async def test_a_bus_entry_of_one_direction_forwards_nothing_back(world: World) 
             assert await out.arecv() == b"in"  # as any broadcast
     assert bridge.end() == 0
     status = {line["socket"]: line for line in bridge.events("bridge.status")}
-    assert [(s["from_sp"], s["to_sp"], s["lost"]) for s in (status["in"], status["out"])] == [(1, 0, {}), (0, 1, {})]  # fmt: skip
+    assert [(s["from_sp"], s["to_sp"], s["losses"]) for s in (status["in"], status["out"])] == [(1, 0, {}), (0, 1, {})]  # fmt: skip

@@ -120,7 +120,7 @@ async def test_it_ends_in_time_with_peers_that_neither_read_nor_answer(world: Wo
             assert await asyncio.to_thread(bridge.end) == 0
             with pytest.raises(iris.RequestError):
                 await asking
-    assert bridge.events("bridge.status")[0]["lost"] == {"stopping": 1}, (
+    assert bridge.events("bridge.status")[0]["losses"] == {"stopping": 1}, (
         "the request of the REQ program"
     )
     assert not list(world.root.glob("stuck-*"))
@@ -321,4 +321,4 @@ async def test_the_counts_of_each_socket_are_metrics(own_world: World) -> None:
     assert page.sum("iris_bridge_peers", socket="rep") == 1
     assert page.sum("iris_bridge_messages_total", socket="rep", direction="in") == 1
     assert page.sum("iris_bridge_messages_total", socket="rep", direction="out") == 1
-    assert page.sum("iris_bridge_lost_total", socket="rep") == 0
+    assert page.sum("iris_bridge_losses_total", socket="rep") == 0

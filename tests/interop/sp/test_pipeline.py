@@ -102,7 +102,7 @@ async def test_work_that_waits_too_long_for_a_slow_pull_program_is_reported_and_
         assert received == sorted(received)
         assert client.losses
         assert all(isinstance(loss.error, iris.RequestTimeout) for loss in client.losses)
-        assert bridge.status("push")["lost"] == {"expired": len(client.losses)}
+        assert bridge.status("push")["losses"] == {"expired": len(client.losses)}
     assert await asyncio.to_thread(bridge.end) == 0
 
 
@@ -119,7 +119,7 @@ async def test_work_that_full_members_refuse_is_counted_and_slows_the_push_progr
         received += 1
         await asyncio.sleep(0.002)
 
-    before = bridge.status("pull")["lost"].get("Overloaded", 0)
+    before = bridge.status("pull")["losses"].get("Overloaded", 0)
     async with world.client() as client, client.serve(service):
         with pynng.Push0(dial=bridge.url("pull")) as socket:
             for _ in range(1000):
@@ -127,7 +127,7 @@ async def test_work_that_full_members_refuse_is_counted_and_slows_the_push_progr
             await bridge.until_lost("pull", "Overloaded", before + 1)
             async with asyncio.timeout(30):
                 while True:
-                    refused = bridge.status("pull")["lost"]["Overloaded"] - before
+                    refused = bridge.status("pull")["losses"]["Overloaded"] - before
                     if received + refused >= 1000:
                         break
                     await asyncio.sleep(0.1)

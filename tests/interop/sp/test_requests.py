@@ -169,7 +169,7 @@ async def test_a_rep_program_that_does_not_answer_in_time_is_an_error_for_its_ca
                 await late
             context.close()
             other.close()
-    await eventually(lambda: bridge.status("req")["lost"].get("sp: no answer", 0) >= 1)
+    await eventually(lambda: bridge.status("req")["losses"].get("sp: no answer", 0) >= 1)
 
 
 async def test_a_bridge_dials_with_tls_and_checks_the_certificate(world: World) -> None:

@@ -108,7 +108,7 @@ async def test_over_ws_no_respondent_program_is_taken_for_a_slow_one(
         for number in range(20):
             survey = client.survey("surveyed-ws", b"%d" % number, timeout=10, type=bytes)
             assert [answer async for answer in survey] == [b"here"]
-    assert "slow peer" not in ws_bridge.status("surveyor-ws")["lost"]
+    assert "slow peer" not in ws_bridge.status("surveyor-ws")["losses"]
 
 
 async def test_a_respondent_that_reads_nothing_is_waited_for_once_and_counted(
@@ -128,7 +128,7 @@ async def test_a_respondent_that_reads_nothing_is_waited_for_once_and_counted(
                 await good.asend(b"%d" % number)
                 assert await asking == b"%d" % number
             # 9 wait in nng; each of the others is lost to the one, and counted.
-            assert bridge.status("s")["lost"]["slow peer"] in range(15, 23)
+            assert bridge.status("s")["losses"]["slow peer"] in range(15, 23)
     assert bridge.end() == 0
 
 
@@ -189,7 +189,7 @@ async def test_responses_that_do_not_fit_into_one_answer_are_counted(
             responding = asyncio.gather(respond(one), respond(two))
             assert [answer async for answer in survey] == [[bytes(700_000)]]
             await responding
-    assert bridge.status("surveyor-all")["lost"]["answer full"] == 1
+    assert bridge.status("surveyor-all")["losses"]["answer full"] == 1
 
 
 async def test_a_survey_that_no_respondent_program_answers_fails_for_its_member(

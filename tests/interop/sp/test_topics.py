@@ -26,7 +26,7 @@ async def test_messages_without_a_topic_are_counted_and_harm_nobody(
     async with world.client() as client, client.subscribe("legacy.>") as subscription:
         with pynng.Pub0(dial=bridge.url("sub")) as socket:
             await eventually(lambda: socket.pipes)  # PUB sends to whom it knows
-            before = bridge.status("sub")["lost"].get("malformed", 0)
+            before = bridge.status("sub")["losses"].get("malformed", 0)
             for bad in (b"", b"no separator", b"|empty", b"two words|x", b"\xff|x", b"a" * 300 + b"|x", b"a.*|x"):  # fmt: skip
                 await socket.asend(bad)
             await socket.asend(b"good|x")
@@ -116,12 +116,12 @@ async def test_every_publication_is_sent_or_counted_once(world: World) -> None:
         await client.publish("all", b"the next tells how many were lost")
 
         def counted() -> int:
-            lost: dict[str, int] = bridge.status("all")["lost"]
+            lost: dict[str, int] = bridge.status("all")["losses"]
             return sum(lost.values())
 
         await eventually(lambda: counted() >= 101)
     assert await asyncio.to_thread(bridge.end) == 0
-    lost = bridge.events("bridge.status")[-1]["lost"]
+    lost = bridge.events("bridge.status")[-1]["losses"]
     assert sum(lost.values()) == 101
     assert lost["no peer"] < 101, "the relay dropped none, so this proves nothing"
 

@@ -55,7 +55,7 @@ async def test_a_sub_program_gets_everything_that_is_published_faster_than_nng_w
             await publish(client)
             await reading
     assert received == list(range(MANY))
-    assert bridge.status("pub")["lost"] == {}
+    assert bridge.status("pub")["losses"] == {}
     assert await asyncio.to_thread(bridge.end) == 0
 
 
@@ -71,7 +71,7 @@ async def test_a_slow_pull_program_gets_everything_that_is_published_to_its_topi
             await publish(client)
             await reading
     assert received == list(range(MANY))
-    assert bridge.status("push")["lost"] == {}
+    assert bridge.status("push")["losses"] == {}
     assert await asyncio.to_thread(bridge.end) == 0
 
 

@@ -95,7 +95,7 @@ async def service(member: Member, client: iris.Client) -> None:
         source, _, number = payload.decode().rpartition(" ")
         member.history.write("received", flow=f"broadcast {source}", number=int(number))
 
-    made.on_gap(
+    made.on_loss(
         lambda lost: member.history.write("gap", kind="broadcast", name=lost.name, count=lost.count)
     )
 
@@ -216,10 +216,10 @@ async def subscriber(member: Member, client: iris.Client, group: str = "") -> No
         flow, number = message.name, int(message.payload)
         member.history.write("shared" if group else "received", flow=flow, number=number)
 
-    def gap(lost: iris.Lost) -> None:
+    def gap(lost: iris.Loss) -> None:
         member.history.write("gap", kind="publish", name=lost.name, count=lost.count)
 
-    async with client.subscribe(f"{TOPICS}.>", receive, group=group, on_gap=gap):
+    async with client.subscribe(f"{TOPICS}.>", receive, group=group, on_loss=gap):
         member.history.write("ready", receives="shared" if group else "publish")
         await member.stopping.wait()
 

@@ -221,9 +221,9 @@ async def _full(rig: Rig, disk: Path, client: iris.Client, other: iris.Client, o
         )
         for _ in range(TRIES):
             await publish(1)
-            if (await streams.describe(NEWS, timeout=PATIENCE_S)).lost:
+            if (await streams.describe(NEWS, timeout=PATIENCE_S)).lost_messages:
                 break
-        lost = (await streams.describe(NEWS, timeout=PATIENCE_S)).lost
+        lost = (await streams.describe(NEWS, timeout=PATIENCE_S)).lost_messages
         outcome.expect("describe counts what is not recorded", lost > 0)
         # While it stays full, the store tries again and again; whatever that does, what is there can be read.
         began_s = time.monotonic()

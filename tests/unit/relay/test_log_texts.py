@@ -240,7 +240,7 @@ def test_the_collector_finds_calls_of_each_kind() -> None:
         "gateways.no_descriptors",  # an f-string of a kind
         "gateway.up",  # a %s of a kind
         "bridge.client_refused",  # through a function of the bridge
-        "client.lost",  # the library
+        "client.loss",  # the library
         "spark.progress",
     ):
         assert event in found

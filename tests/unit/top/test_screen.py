@@ -129,7 +129,7 @@ def test_each_row_begins_in_the_colour_of_its_state() -> None:
     assert styles_of("relays", network()) == ["bad", "bad"]
     assert styles_of("links", network()) == ["good"]
     programs = [
-        Program(relay="", host="one", label=name, session=1, pid=1, user="", lost=5)
+        Program(relay="", host="one", label=name, session=1, pid=1, user="", lost_messages=5)
         for name in ("lately", "long ago")
     ]
     lately = Slow(kind="program", who="lately (pid 1)", name="", host="one", where="", why=["lost"], since_s=1.0)  # fmt: skip

@@ -316,7 +316,7 @@ def test_what_a_program_reports_to_its_relay_needs_attention_for_a_minute() -> N
         "20 calls of t.a failed: a handler raised an exception; the last 1 s ago",
     ]
     (program,) = network.programs
-    assert (program.lost, program.failed) == (58_676, 20)
+    assert (program.lost_messages, program.failed) == (58_676, 20)
     (drop,) = network.drops
     assert (drop.where, drop.cause, drop.total) == (
         "program web (pid 7)",
@@ -326,14 +326,14 @@ def test_what_a_program_reports_to_its_relay_needs_attention_for_a_minute() -> N
     assert len(network.troubles) == 3
     late = seen.look(report(sessions=[session()], troubles={"latest": [trouble(last_s=61.0)]}))
     assert reasons(late, "program") == []
-    assert late.programs[0].lost == 5
+    assert late.programs[0].lost_messages == 5
 
 
 def test_a_relay_that_stopped_makes_no_program_need_attention() -> None:
     rows = [trouble("uncounted", 3)]
     network = Seen().look(report(sessions=[session()], troubles={"latest": rows}))
     assert reasons(network, "program") == []
-    assert (network.programs[0].lost, network.programs[0].failed) == (0, 0)
+    assert (network.programs[0].lost_messages, network.programs[0].failed) == (0, 0)
 
 
 def test_a_program_that_has_ended_is_still_named_with_what_it_lost() -> None:
