@@ -307,7 +307,7 @@ class Attachment:
         if self._pair_buffer is None:
             self._pair_buffer = ReceiveBuffer(READ_BYTES)
         tunnels = pump.session.tunnels
-        pairs = Pairs(tunnels, path, self._config.relay_user, self._pair_buffer, pump.touch)
+        pairs = Pairs(tunnels, path, self._config.trusted_user, self._pair_buffer, pump.touch)
         self._pairs[pump] = pairs
         tunnels.fetch = pairs.fetch
 

@@ -98,7 +98,7 @@ class ClientConfig:
     secret and text chosen by a stranger.
     """
 
-    relay_user: str = "iris"
+    trusted_user: str = "iris"
     """User whose relay is trusted, besides root and the user of this process."""
 
     def __post_init__(self) -> None:

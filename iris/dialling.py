@@ -71,8 +71,8 @@ async def reach(
         access_file = Path(named) if named else config_directory(environ) / ACCESS_FILE
         await dial_any(parse_remotes(str(relay)), access_file, factory)
         return None
-    path = Path(relay) if relay else find_relay(environ, config.relay_user)
-    connection = await dial(path, config.relay_user)
+    path = Path(relay) if relay else find_relay(environ, config.trusted_user)
+    connection = await dial(path, config.trusted_user)
     try:
         await asyncio.get_running_loop().create_unix_connection(factory, sock=connection)
     except BaseException:
@@ -96,8 +96,8 @@ async def find_keys(config: ClientConfig, environ: Mapping[str, str]) -> Keyring
             raise
         path: Path | str = relay or paths.candidate_sockets(environ, os.geteuid())[0]
         try:
-            path = Path(relay) if relay else find_relay(environ, config.relay_user)
-            (await dial(path, config.relay_user)).close()
+            path = Path(relay) if relay else find_relay(environ, config.trusted_user)
+            (await dial(path, config.trusted_user)).close()
         except RelayUnavailable as unreachable:
             hidden = "unset IRIS_CONFIG and " if environ.get("IRIS_CONFIG") else ""
             raise NoKeyring(
@@ -168,7 +168,7 @@ def _check_path(relay: str) -> None:
         )
 
 
-def find_relay(environ: Mapping[str, str], relay_user: str) -> Path:
+def find_relay(environ: Mapping[str, str], trusted_user: str) -> Path:
     """Return the path of the socket to try: that of the user's own relay if it exists, else the host's.
 
     A socket that another user may have created is skipped and logged, so that it does not hide the next one. The
@@ -183,7 +183,7 @@ def find_relay(environ: Mapping[str, str], relay_user: str) -> Path:
         try:
             if not path.exists():
                 continue
-            why = distrust(path.parent, _trusted(relay_user))
+            why = distrust(path.parent, _trusted(trusted_user))
         except OSError as err:
             why = f"{path}: {err.strerror}"
         if not why:
@@ -353,7 +353,7 @@ async def connect(connection: socket.socket, address: Any) -> None:
         raise OSError(error, os.strerror(error))
 
 
-async def dial(path: Path, relay_user: str) -> socket.socket:
+async def dial(path: Path, trusted_user: str) -> socket.socket:
     """Return a socket connected to the relay at `path`, after checking the user of the process that listens there.
 
     Raises:
@@ -372,10 +372,10 @@ async def dial(path: Path, relay_user: str) -> socket.socket:
             socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
         )
         _, uid, _ = _CREDENTIALS.unpack(credentials)
-        if uid != 0 and uid not in _trusted(relay_user):
+        if uid != 0 and uid not in _trusted(trusted_user):
             raise RelayUnavailable(
                 f"the relay at {path} runs as uid {uid}, which is not trusted; only your own user, root and "
-                f"{relay_user!r} (ClientConfig.relay_user) are"
+                f"{trusted_user!r} (ClientConfig.trusted_user) are"
             )
     except OSError as err:
         connection.close()
@@ -389,9 +389,9 @@ async def dial(path: Path, relay_user: str) -> socket.socket:
     return connection
 
 
-def _trusted(relay_user: str) -> tuple[int, ...]:
+def _trusted(trusted_user: str) -> tuple[int, ...]:
     """Return the uids, besides root, whose relay is trusted."""
     try:
-        return os.geteuid(), pwd.getpwnam(relay_user).pw_uid
+        return os.geteuid(), pwd.getpwnam(trusted_user).pw_uid
     except KeyError:
         return (os.geteuid(),)

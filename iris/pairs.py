@@ -46,10 +46,10 @@ _ROOM: Final = socket.CMSG_LEN(_DESCRIPTOR.size)
 class Pairs:
     """Fetches this side's ends of socket pairs for the tunnels of one session."""
 
-    def __init__(self, tunnels: Tunnels, path: Path, relay_user: str, buffer: ReceiveBuffer, touch: Callable[[], None]) -> None:  # fmt: skip
+    def __init__(self, tunnels: Tunnels, path: Path, trusted_user: str, buffer: ReceiveBuffer, touch: Callable[[], None]) -> None:  # fmt: skip
         self._tunnels = tunnels
         self._path = path
-        self._relay_user = relay_user
+        self._trusted_user = trusted_user
         self._buffer = buffer
         self._touch = touch
         self._fetching: set[asyncio.Task[None]] = set()
@@ -68,7 +68,7 @@ class Pairs:
     async def _fetch(self, token: bytes, end: TunnelEnd) -> None:
         try:
             async with asyncio.timeout(FETCH_S):
-                connection = await fetch_socket(self._path, self._relay_user, token)
+                connection = await fetch_socket(self._path, self._trusted_user, token)
         except (IrisError, OSError) as err:  # TimeoutError is an OSError
             log.debug("tunnel.not_direct", extra={"fields": {"error": str(err)}})
             return
@@ -78,7 +78,7 @@ class Pairs:
         self._touch()
 
 
-async def fetch_socket(path: Path, relay_user: str, token: bytes) -> socket.socket:
+async def fetch_socket(path: Path, trusted_user: str, token: bytes) -> socket.socket:
     """Return the socket for a token, received as a descriptor from the relay at `path`.
 
     Raises:
@@ -86,7 +86,7 @@ async def fetch_socket(path: Path, relay_user: str, token: bytes) -> socket.sock
         PeerProtocolError: the relay sent no descriptor, or not one of a Unix stream socket.
     """
     loop = asyncio.get_running_loop()
-    with await dial(path, relay_user) as connection:
+    with await dial(path, trusted_user) as connection:
         await loop.sock_sendall(connection, encode_control(Fetch(token)))
         readable = loop.create_future()
         loop.add_reader(connection, _resolve, readable)

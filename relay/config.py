@@ -69,7 +69,7 @@ class RelayConfig:
     config_file: Path | None = None
     """The file that these settings were read from, if any."""
 
-    relay_user: str = "iris"
+    trusted_user: str = "iris"
     """User that the relay of a whole host runs as. Clients trust relays of this user, of root and of their
     own user, by the credentials of the socket."""
 
@@ -259,8 +259,8 @@ class RelayConfig:
             raise ConfigError(
                 f"socket_mode: {self.socket_mode:#o} is not from 0o600 to 0o666 without execute bits"
             )
-        if not self.relay_user:
-            raise ConfigError("relay_user: is empty; name the user that relays run as")
+        if not self.trusted_user:
+            raise ConfigError("trusted_user: is empty; name the user that relays run as")
         self._check_range("message_limit_bytes", _MIN_MESSAGE_BYTES, _MAX_MESSAGE_BYTES)
         self._check_range("port_queue_bytes", self.message_limit_bytes, math.inf)
         self._check_range("queue_bytes", self.message_limit_bytes, math.inf)

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m relay.metrics")
     parser.add_argument("--listener", type=int, required=True, help="Descriptor of a listening socket.")  # fmt: skip
     parser.add_argument("--relay", type=Path, required=True)
-    parser.add_argument("--relay-user", required=True)
+    parser.add_argument("--trusted-user", required=True)
     parser.add_argument("--log-format", required=True)
     given = parser.parse_args(argv)
     configure("WARNING", given.log_format)  # its sessions come and go with the relay
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with contextlib.suppress(OSError):  # a sandbox may forbid it
         os.nice(NICE)
     config = ClientConfig(
-        relay=given.relay, relay_user=given.relay_user, label=LABEL, connect_timeout_s=ANSWER_S
+        relay=given.relay, trusted_user=given.trusted_user, label=LABEL, connect_timeout_s=ANSWER_S
     )
     source = RelaySource(config)
     server = Server(socket.socket(fileno=given.listener), source)

@@ -32,7 +32,7 @@ class MetricsSupervisor(Child):
         super().__init__(
             (
                 sys.executable, "-P", "-m", "relay.metrics", "--listener", str(self.listener.fileno()), "--relay", str(config.socket_path),
-                "--relay-user", config.relay_user, "--log-format", config.log_format,
+                "--trusted-user", config.trusted_user, "--log-format", config.log_format,
             ),
             pass_fds=(self.listener.fileno(),),
         )  # fmt: skip

@@ -137,7 +137,7 @@ def store(
         daemon.run(
             data.absolute(),
             chosen.socket_path,
-            chosen.relay_user,
+            chosen.trusted_user,
             chosen.log_level,
             chosen.log_format,
             supervised=supervised,

@@ -40,7 +40,7 @@ RETRY_BUSY_S: Final = 0.5
 
 
 async def serve(
-    directory: Path, relay: Path, relay_user: str, *, supervised: bool, environ: Mapping[str, str] = MappingProxyType({}),
+    directory: Path, relay: Path, trusted_user: str, *, supervised: bool, environ: Mapping[str, str] = MappingProxyType({}),
     bucket: BucketSettings | None = None, figures: bool = False,
 ) -> None:  # fmt: skip
     """Run a store until SIGTERM or SIGINT; a second signal ends the process at once.
@@ -52,7 +52,7 @@ async def serve(
     stop = stop_on_signals()
 
     async def connect(factory: Callable[[], Pump[StoreSession]]) -> object:
-        return await loop.create_unix_connection(factory, sock=await dial(relay, relay_user))
+        return await loop.create_unix_connection(factory, sock=await dial(relay, trusted_user))
 
     process = StoreProcess(directory, connect, supervised=supervised, bucket=bucket)
     ended = asyncio.Event()
@@ -152,7 +152,7 @@ def _read_stdin(
 
 
 def run(
-    directory: Path, relay: Path, relay_user: str, log_level: str, log_format: str, *, supervised: bool = False,
+    directory: Path, relay: Path, trusted_user: str, log_level: str, log_format: str, *, supervised: bool = False,
     bucket: BucketSettings | None = None, figures: bool = False,
 ) -> None:  # fmt: skip
     """Run a store in this process until a signal, or the end of standard input if supervised, stops it."""
@@ -167,7 +167,7 @@ def run(
             serve(
                 directory,
                 relay,
-                relay_user,
+                trusted_user,
                 supervised=supervised,
                 environ=environ,
                 bucket=bucket,

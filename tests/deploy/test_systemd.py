@@ -225,7 +225,7 @@ def test_the_socket_is_where_programs_look_for_a_relay_of_the_host() -> None:
     # Tests look elsewhere for a relay of the system: see `support.alone`.
     assert paths.SYSTEM_DIRECTORY / named.name in paths.candidate_sockets({}, 1000)
     assert named == Path("/run/iris") / named.name
-    assert relay["Service"]["User"] == load_config({}, {}, None).relay_user
+    assert relay["Service"]["User"] == load_config({}, {}, None).trusted_user
     assert named.parent == Path("/run") / relay["Service"]["RuntimeDirectory"]
 
 

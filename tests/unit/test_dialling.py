@@ -70,7 +70,9 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
     relay.listener.close()
 
 
-async def go(environ: dict[str, str], relay: Path | None = None, relay_user: str = "iris") -> None:
+async def go(
+    environ: dict[str, str], relay: Path | None = None, trusted_user: str = "iris"
+) -> None:
     """Attach a silent protocol."""
     made: list[asyncio.BaseTransport] = []
 
@@ -81,7 +83,7 @@ async def go(environ: dict[str, str], relay: Path | None = None, relay_user: str
         def get_buffer(self, sizehint: int) -> bytearray:
             return bytearray(1)
 
-    await reach(ClientConfig(relay=relay, relay_user=relay_user), environ, Silent)
+    await reach(ClientConfig(relay=relay, trusted_user=trusted_user), environ, Silent)
     made[0].close()
 
 
@@ -253,8 +255,8 @@ async def test_a_socket_that_is_replaced_after_the_look_is_judged_by_who_listens
     replaced: list[Relay] = []
     look = dialling.find_relay
 
-    def find_and_replace(environ: Mapping[str, str], relay_user: str) -> Path:
-        path = look(environ, relay_user)
+    def find_and_replace(environ: Mapping[str, str], trusted_user: str) -> Path:
+        path = look(environ, trusted_user)
         own.listener.close()
         path.unlink()
         replaced.append(Relay(path))
@@ -266,11 +268,11 @@ async def test_a_socket_that_is_replaced_after_the_look_is_judged_by_who_listens
     replaced[0].listener.close()
     dial = dialling.dial
 
-    async def dial_a_replaced_one(path: Path, relay_user: str) -> socket.socket:
+    async def dial_a_replaced_one(path: Path, trusted_user: str) -> socket.socket:
         os.unlink(path)
         replaced.append(Relay(path))
         with listening_as_another(replaced[-1], monkeypatch):
-            return await dial(path, relay_user)
+            return await dial(path, trusted_user)
 
     monkeypatch.setattr(dialling, "find_relay", look)
     monkeypatch.setattr(dialling, "dial", dial_a_replaced_one)

@@ -367,7 +367,7 @@ SABOTAGES = (
         "dial-user",
         "iris/dialling.py",
         "dial",
-        "uid != 0 and uid not in _trusted(relay_user)",
+        "uid != 0 and uid not in _trusted(trusted_user)",
         "False",
         DIALLING,
         "a process uses any user's relay",

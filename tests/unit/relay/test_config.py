@@ -84,7 +84,7 @@ def test_every_setting_can_be_given_as_toml_and_as_text(tmp_path: Path) -> None:
         "socket_path": SOCKET,
         "socket_group": "staff",
         "socket_mode": 0o660,
-        "relay_user": "relay",
+        "trusted_user": "relay",
         "message_limit_bytes": 65_537,
         "port_queue_bytes": 70_000,
         "queue_bytes": 80_000,
@@ -189,7 +189,7 @@ def test_a_setting_that_the_file_has_wrong_is_named_with_the_file(
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent.toml"):
         load(file=tmp_path / "absent.toml")
-    (tmp_path / "latin.toml").write_bytes(b"relay_user = '\xe9'")
+    (tmp_path / "latin.toml").write_bytes(b"trusted_user = '\xe9'")
     with pytest.raises(ConfigError, match=r"latin.toml"):
         load(file=tmp_path / "latin.toml")
 
@@ -225,7 +225,7 @@ def test_a_flag_that_is_not_a_setting_is_named() -> None:
         ("socket_mode", 0o440),
         ("socket_mode", 0o700),
         ("socket_mode", 0o1660),
-        ("relay_user", ""),
+        ("trusted_user", ""),
         ("message_limit_bytes", 65_535),
         ("message_limit_bytes", (64 << 20) + 1),
         ("port_queue_bytes", (1 << 20) - 1),
