@@ -184,13 +184,11 @@ class Client(OneProcess):
         self._run(self._client.broadcast(cluster, payload, headers=headers, scope=scope))
 
     def publish(
-        self, topic: str, payload: object, *, headers: Headers | None = None, when_full: WhenFull = "drop", report: bool = False
+        self, topic: str, payload: object, *, headers: Headers | None = None, when_full: WhenFull = "drop", count: bool = False
     ) -> int | None:  # fmt: skip
         """See `iris.Client.publish`."""
         return self._run(
-            self._client.publish(
-                topic, payload, headers=headers, when_full=when_full, report=report
-            )
+            self._client.publish(topic, payload, headers=headers, when_full=when_full, count=count)
         )
 
     def audience(self, topic: str, *, timeout: float = 5.0) -> Audience:

@@ -163,10 +163,10 @@ class Client(Calls, AsyncOnly):
     ) -> None: ...  # fmt: skip
     @overload
     async def publish(
-        self, topic: str, payload: object, *, headers: Headers | None = None, when_full: WhenFull = "drop", report: bool
+        self, topic: str, payload: object, *, headers: Headers | None = None, when_full: WhenFull = "drop", count: bool
     ) -> int | None: ...  # fmt: skip
     async def publish(
-        self, topic: str, payload: object, *, headers: Headers | None = None, when_full: WhenFull = "drop", report: bool = False
+        self, topic: str, payload: object, *, headers: Headers | None = None, when_full: WhenFull = "drop", count: bool = False
     ) -> int | None:  # fmt: skip
         """Publish a message to all subscribers whose filter matches the topic.
 
@@ -180,13 +180,13 @@ class Client(Calls, AsyncOnly):
         While no relay is connected, up to `config.offline_bytes` are held. They are sent when a relay is connected
         again.
 
-        With `report=True`, wait until the relay has routed the message and return how many subscriptions it
+        With `count=True`, wait until the relay has routed the message and return how many subscriptions it
         knows for the topic. This takes one round trip to the relay; 0 means that the message reached no
         subscriber. See `audience`.
 
         Raises:
             ConnectionLost: no relay is connected and `config.offline_bytes` are held; this message was not accepted.
-                With `report=True`, `may_have_run` says whether the message was accepted.
+                With `count=True`, `may_have_run` says whether the message was accepted.
             MessageTooLarge: the payload is over `message_limit`; use a tunnel.
             KeyringError: the keyring has no key for the topic.
         """
@@ -196,7 +196,7 @@ class Client(Calls, AsyncOnly):
             else:
                 await self._runtime.wait_for_credit(topic)
             self._take(Kind.PUBLISH, topic, payload, headers, force=True)
-        if not report:
+        if not count:
             return None
         try:
             audience = await ask_audience(

@@ -107,10 +107,10 @@ async def test_a_relay_that_does_not_answer_is_waited_for_a_second_and_no_longer
 async def test_a_publisher_learns_how_many_subscribe(relays: tuple[Relay, Relay]) -> None:
     async with client(relays[0]) as publisher, client(relays[1]) as far:
         assert await publisher.publish("t.a", b"") is None
-        assert await publisher.publish("t.a", b"", report=True) == 0
+        assert await publisher.publish("t.a", b"", count=True) == 0
         async with far.subscribe("t.>"), far.subscribe("t.a"), publisher.subscribe("*.a"):
-            assert await publisher.publish("t.a", b"", report=True) == 3
-            assert await publisher.publish("t.b", b"", report=True) == 1
+            assert await publisher.publish("t.a", b"", count=True) == 3
+            assert await publisher.publish("t.b", b"", count=True) == 1
             assert (await publisher.audience("t.a")).subscribers == 3
             async with client(relays[1]) as another, another.subscribe("t.>"):
                 await until_count(publisher, "t.a", 4)
@@ -194,8 +194,8 @@ async def test_a_publisher_learns_that_only_holders_of_another_key_subscribe(
     losses: list[iris.Loss] = []
     async with client(relays[0]) as publisher, stranger(relays[1]) as far, far.subscribe("t.*"):
         publisher.on_loss = losses.append
-        assert await publisher.publish("t.a", b"", report=True) == 0
-        assert await publisher.publish("t.a", b"", report=True) == 0
+        assert await publisher.publish("t.a", b"", count=True) == 0
+        assert await publisher.publish("t.a", b"", count=True) == 0
         (record,) = [each for each in caplog.records if event_of(each) == "client.other_keys"]
         assert (
             f"Nobody subscribes to t.a under the key {OURS}, but under other keys ({THEIRS}: 1)"
@@ -208,7 +208,7 @@ async def test_a_publisher_learns_that_only_holders_of_another_key_subscribe(
         ):
             await publisher.wait_for_subscribers("t.a", 1, timeout=0.5)
         async with publisher.subscribe("t.a"):
-            assert await publisher.publish("t.a", b"", report=True) == 1
+            assert await publisher.publish("t.a", b"", count=True) == 1
         assert not losses
 
 
@@ -227,7 +227,7 @@ async def test_the_commands_publish_and_status_name_subscribers_under_other_keys
         assert (published.exit_code, published.stderr) == (
             0, f"iris: nobody subscribes to t under your key {OURS}; 1 under {THEIRS}; compare `iris key show`\n",
         )  # fmt: skip
-        await publisher.publish("t", b"", report=True)
+        await publisher.publish("t", b"", count=True)
         line = f"topic t: no subscribers under the key {OURS} of its publisher; 1 under {THEIRS}; compare `iris key show`"
         assert line in (await command("status")).stdout
         (shown,) = json.loads((await command("status", "--json")).stdout)["other_keys"]

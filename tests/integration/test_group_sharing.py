@@ -34,7 +34,7 @@ async def test_single_messages_go_to_the_subscriptions_of_a_group_in_turn() -> N
         for member in members:
             await client.subscribe("jobs", member, group="workers").ready()
         for number in range(40):
-            await publisher.publish("jobs", b"%d" % number, report=True)
+            await publisher.publish("jobs", b"%d" % number, count=True)
         await until(lambda: sum(len(member.messages) for member in members) == 40)
         assert [len(member.messages) for member in members] == [10] * 4
 
@@ -46,11 +46,11 @@ async def test_a_full_subscription_of_a_group_loses_its_share_alone() -> None:
         await full.ready()
         await client.subscribe("jobs", free, group="workers").ready()
         for number in range(40):
-            await publisher.publish("jobs", b"%d" % number, report=True)
+            await publisher.publish("jobs", b"%d" % number, count=True)
         await until(lambda: len(free.messages) == 20)
         assert full.lost_messages == 19
         await full.close()
-        await publisher.publish("jobs", b"40", report=True)
+        await publisher.publish("jobs", b"40", count=True)
         await until(lambda: len(free.messages) == 21)
 
 

@@ -47,7 +47,7 @@ NEEDED: Final[dict[str, Use]] = {
     "broadcast": lambda client, name: client.broadcast(name, b""),
     "offer_broadcast": lambda client, name: client.offer_broadcast(name, b""),
     "publish": lambda client, name: client.publish(name, b""),
-    "publish and report": lambda client, name: client.publish(name, b"", report=True),
+    "publish and report": lambda client, name: client.publish(name, b"", count=True),
     "publish and wait": lambda client, name: client.publish(name, b"", when_full="wait"),
     "offer": lambda client, name: client.offer(name, b""),
     "offer an object": lambda client, name: client.offer(name, {}),

@@ -55,7 +55,7 @@ async def test_what_a_relay_that_does_not_read_has_still_to_get_is_bounded() -> 
         cluster.client() as sub,
         sub.subscribe("t", lambda _: None, when_full="wait"),
     ):
-        await pub.publish("t", b"0", when_full="wait", report=True)
+        await pub.publish("t", b"0", when_full="wait", count=True)
         resume = stop_reading(cluster, "pub")
 
         async def publish() -> None:

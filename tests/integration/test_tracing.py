@@ -570,7 +570,7 @@ async def test_a_call_that_is_cancelled_at_any_await_ends_its_span(
     calls = {
         "request shop": lambda: client.request("shop", 1, timeout=5.0),
         "push nobody": lambda: client.push("nobody", 1),
-        "publish orders": lambda: client.publish("orders", 1, report=True),
+        "publish orders": lambda: client.publish("orders", 1, count=True),
         "survey shop": survey,
         "request many": many,
         "tunnel shop": tunnel,

@@ -55,7 +55,7 @@ async def broadcast(client: iris.Client, cluster: str, asked: Asked, send: Send)
 async def publish(client: iris.Client, topic: str, asked: Asked, send: Send) -> None:
     """Publish, and answer 202 with the number of subscribers when the relay has routed it."""
     headers = asked.message_headers()
-    count = await client.publish(topic, await asked.payload(), headers=headers, report=True)
+    count = await client.publish(topic, await asked.payload(), headers=headers, count=True)
     await send_whole(send, 202, JSON, msgspec.json.encode({"subscribers": count}))
 
 
