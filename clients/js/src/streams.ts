@@ -61,8 +61,8 @@ export interface StreamGap {
 }
 
 export interface ReadOptions {
-  /** The first offset to read; "first" for the oldest message, "next" for what comes from now on. */
-  readonly start?: number | "first" | "next";
+  /** The first offset to read; "first" for the oldest message, "new" for what comes from now on. */
+  readonly start?: number | "first" | "new";
   /** Wait for more at the end; otherwise the iteration ends where the stream ended when it was first asked. */
   readonly follow?: boolean;
   /** Of several streams with the name. */
@@ -137,11 +137,13 @@ export class Streams {
    * message, so nothing is missed and nothing comes twice. Raises NoStream, AmbiguousStream, StreamDamaged, StreamError.
    */
   async *read(name: string, options: ReadOptions = {}): AsyncGenerator<StreamMessage, void, undefined> {
-    const { start = "next", follow = true, partition, onGap, signal } = options;
+    const { start = "new", follow = true, partition, onGap, signal } = options;
     checkName(name, "stream");
     const uuid = streamUuid(options.uuid);
     let offset = typeof start === "number" ? start : -1;
-    if (typeof start === "number" && (!Number.isSafeInteger(start) || start < 0)) throw new ConfigError("start must be an offset, 'first' or 'next'");
+    if (typeof start === "number" ? !Number.isSafeInteger(start) || start < 0 : !["first", "new"].includes(start)) {
+      throw new ConfigError("start must be an offset, 'first' or 'new'");
+    }
     let end = follow ? Infinity : -1;
     for (;;) {
       const waitMs = follow ? WAIT_MS : 0;

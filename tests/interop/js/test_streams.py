@@ -92,6 +92,14 @@ async def test_a_stream_that_nobody_has_is_named(page: Page, name: str) -> None:
     assert raised.value.name == "NoStream"
 
 
+@pytest.mark.parametrize("start", ["next", "last", -1, 0.5])
+async def test_a_start_that_is_none_is_refused(page: Page, name: str, start: object) -> None:
+    with pytest.raises(Raised) as raised:
+        await page.run(READ, stream=name, start=start)
+    assert raised.value.name == "ConfigError"
+    assert "start must be an offset, 'first' or 'new'" in str(raised.value)
+
+
 async def test_what_retention_removed_is_a_gap(page: Page, python: iris.Client, name: str) -> None:
     await python.streams.create(name, max_messages=3)
     for number in range(10):
