@@ -129,7 +129,7 @@ def read_partitions(bench: Bench) -> Result:
 
 def read_keyed(bench: Bench) -> Result:
     """Return rows a second of a batch read of rows that were appended with a key, each as a record of its own."""
-    rows = bench.client.call(lambda c: c.streams.describe("keyed")).next
+    rows = bench.client.call(lambda c: c.streams.describe("keyed")).end
     return timed(rows, lambda: discard(bench.source("keyed").select("value")))
 
 
@@ -203,8 +203,8 @@ def append(bench: Bench) -> Result:
     rows.unpersist(blocking=True)
     there = bench.client.call(lambda c: c.streams.describe(name))
     bench.client.call(lambda c: c.streams.delete(name))
-    if there.next != count:
-        raise BenchError(f"only {there.next} of {count} rows were appended")
+    if there.end != count:
+        raise BenchError(f"only {there.end} of {count} rows were appended")
     return result
 
 

@@ -33,7 +33,7 @@ async def main(directory: Path) -> None:
             await client.publish(topic(row), row)
             if number % 1000 == 0:
                 await asyncio.sleep(0)  # let it be sent and recorded
-        while (info := await client.streams.describe("flights")).next < len(flights):
+        while (info := await client.streams.describe("flights")).end < len(flights):
             await asyncio.sleep(0.01)
         print(f"{info.messages:,} departures recorded")
 

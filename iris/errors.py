@@ -25,7 +25,7 @@
     │   ├── StreamSuperseded   another log has taken the place of the one that was used; the text names both
     │   ├── StreamExists       the stream exists with another definition; the text names its store
     │   ├── AmbiguousStream    several stores have a stream of this name; name it by uuid
-    │   ├── OffsetConflict     the next offset is not the expected one; nothing was stored
+    │   ├── OffsetConflict     the stream does not end at the expected offset; nothing was stored
     │   ├── StagedMissing      an attempt of a batch is not staged, or incomplete; nothing was committed
     │   ├── StreamDamaged      the store's disk no longer has what was written to it
     │   └── StreamUnavailable  the store, its disk or the connection to it failed or did not answer in time
@@ -279,11 +279,11 @@ class StreamSuperseded(StreamError):
 
 
 class OffsetConflict(StreamError):
-    """The next offset of the stream is `next`, not the expected one. Nothing was stored."""
+    """The stream ends at offset `end`, not at the expected one. Nothing was stored."""
 
-    def __init__(self, stream: str, detail: str, next: int) -> None:
+    def __init__(self, stream: str, detail: str, end: int) -> None:
         super().__init__(stream, detail)
-        self.next = next
+        self.end = end
 
 
 class StagedMissing(StreamError):

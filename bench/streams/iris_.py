@@ -108,7 +108,7 @@ class IrisStreams(Iris, Durable):
     async def state(self, name: str) -> State:
         streams = (await self._connect(0)).streams
         info = await _once_up(lambda: streams.describe(name, timeout=TIMEOUT_S))
-        return State(info.next, info.messages, info.size_bytes)
+        return State(info.end, info.messages, info.size_bytes)
 
     async def appender(self, name: str, *, keep: int = 0) -> Appender:
         made = BucketAppender if self.setup.get("durability") == "bucket" else IrisAppender

@@ -8,7 +8,7 @@ from msgspec import Struct
 class StreamLag(Struct, frozen=True):
     """The position of a query in one stream, or in one of its partitions."""
 
-    next: int
+    position: int
     """The first offset of the next batch."""
     lag: int | None
     """Offsets up to the end of the stream, gaps included; None if Spark does not report the end."""

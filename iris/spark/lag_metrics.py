@@ -16,7 +16,7 @@ QUERY: Final = ("query", "name")
 STREAM: Final = (*QUERY, "stream")
 SPECS: Final = (
     Spec("iris_spark_lag_messages", "Offsets between the end of the last batch and the end of the stream.", STREAM),
-    Spec("iris_spark_next_offset", "The first offset of the next batch.", STREAM),
+    Spec("iris_spark_position", "The first offset of the next batch.", STREAM),
     Spec("iris_spark_rows_total", "Rows read since the listener was added.", QUERY),
     Spec("iris_spark_rows_per_second", "Rows of the last batch divided by its duration.", QUERY),
     Spec("iris_spark_batch_seconds", "Duration of the last batch.", QUERY),
@@ -44,7 +44,7 @@ class LagCollector(Collector):
             page.set("iris_spark_batch_seconds", one.batch_ms / 1000, *labels)
             for stream, position in one.streams.items():
                 page.set("iris_spark_lag_messages", position.lag, *labels, stream)
-                page.set("iris_spark_next_offset", position.next, *labels, stream)
+                page.set("iris_spark_position", position.position, *labels, stream)
         return page.families()
 
     def text(self) -> str:

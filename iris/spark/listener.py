@@ -214,14 +214,14 @@ def _query_lag(progress: StreamingQueryProgress) -> QueryLag | None:
         for part, position in ends.items():
             end, name = latest.get(part), str(part)
             lag = (
-                max(0, end.next - position.next)
+                max(0, end.offset - position.offset)
                 if end is not None and end.uuid == position.uuid
                 else None
             )
             before = streams.get(name)
             # A query may read a stream twice: report the slower position.
-            if before is None or position.next < before.next:
-                streams[name] = StreamLag(position.next, lag)
+            if before is None or position.offset < before.position:
+                streams[name] = StreamLag(position.offset, lag)
     if not any_source:
         return None
     return QueryLag(

@@ -35,7 +35,7 @@ class Position(Struct, frozen=True):
     """A position in a partition: the uuid of its stream, and the next offset to read."""
 
     uuid: str
-    next: int
+    offset: int
 
 
 Offsets = dict[Part, Position]
@@ -45,7 +45,7 @@ def encode_offsets(offsets: Offsets) -> dict[str, Any]:
     """Return offsets in the form that Spark writes to its checkpoint."""
     encoded: dict[str, Any] = {}
     for (stream, partition), position in sorted(offsets.items()):
-        encoded.setdefault(stream, {LOG: position.uuid})[str(partition)] = position.next
+        encoded.setdefault(stream, {LOG: position.uuid})[str(partition)] = position.offset
     return encoded
 
 
@@ -64,7 +64,11 @@ def decode_offsets(found: Any) -> Offsets:
             f"the checkpoint was not written by the iris source: {str(found)[:120]}; use another one",
         ) from err
     for part, position in offsets.items():
-        if type(position.next) is not int or position.next < 0 or type(position.uuid) is not str:
+        if (
+            type(position.offset) is not int
+            or position.offset < 0
+            or type(position.uuid) is not str
+        ):
             raise SparkError(
                 CONFIG, f"the checkpoint has no valid offset for '{part}'; use another one"
             )

@@ -197,14 +197,14 @@ class Planner:
                 # This batch records where a new stream or partition starts; the next one reads.
                 begins[part], wanted[part] = _beginning(part, info, start), 0
                 continue
-            begin, end = start[part].next, info.next
+            begin, end = start[part].offset, info.end
             if begin > end:
                 raise _beyond(part, begin, end)
             if begin < info.oldest and options.fail_on_data_loss:
                 raise _trimmed(part, begin, info.oldest)
             if self._target is not None:
                 # A partition that was added since is read by the next run.
-                last = self._target[part].next if part in self._target else begin
+                last = self._target[part].offset if part in self._target else begin
                 end = max(begin, min(end, last))
             begins[part], wanted[part] = begin, end - begin
         total = sum(wanted.values())
@@ -234,7 +234,7 @@ class Planner:
                 asyncio.ensure_future(
                     client.streams.fetch(
                         part.stream,
-                        info.next,
+                        info.end,
                         partition=part.partition,
                         uuid=_uuid(info),
                         max_bytes=1,
@@ -261,25 +261,25 @@ class Planner:
         infos = self.infos(end)
         parts = []
         total = sum(
-            position.next - start[part].next for part, position in end.items() if part in start
+            position.offset - start[part].offset for part, position in end.items() if part in start
         )
         for part, position in end.items():
             info = infos[part]
             if part not in start:
                 continue  # a new stream or partition, read from the next batch on
-            begin = start[part].next
+            begin = start[part].offset
             check_same_log(part.stream, start[part], position.uuid)
-            if position.next > info.next:
-                raise _beyond(part, position.next, info.next)
+            if position.offset > info.end:
+                raise _beyond(part, position.offset, info.end)
             if begin < info.oldest:
                 if options.fail_on_data_loss:
                     raise _trimmed(part, begin, info.oldest)
                 log.warning("spark.data_loss", extra={"fields": {"stream": str(part), "from": begin, "until": info.oldest}})  # fmt: skip
-                begin = min(info.oldest, position.next)
+                begin = min(info.oldest, position.offset)
             share = (
-                -(-options.min_partitions * (position.next - begin) // total) if total > 0 else 1
+                -(-options.min_partitions * (position.offset - begin) // total) if total > 0 else 1
             )
-            for first, last in split(begin, position.next, share, options.max_records):
+            for first, last in split(begin, position.offset, share, options.max_records):
                 parts.append(
                     Range(
                         part.stream,
@@ -318,9 +318,9 @@ class Planner:
             elif at == -2:
                 at = info.oldest
             elif at == -1:
-                at = info.next
-            elif at > info.next:
-                raise _beyond(part, at, info.next)
+                at = info.end
+            elif at > info.end:
+                raise _beyond(part, at, info.end)
             offsets[part] = Position(_uuid(info), at)
         for name, positions in named.items():
             stream = self._streams.get(name, name)
@@ -361,7 +361,7 @@ def _uuid(info: StreamInfo) -> str:
 
 
 def _ends(infos: Infos) -> Offsets:
-    return {part: Position(_uuid(info), info.next) for part, info in infos.items()}
+    return {part: Position(_uuid(info), info.end) for part, info in infos.items()}
 
 
 def _beginning(part: Part, info: StreamInfo, start: Offsets) -> int:

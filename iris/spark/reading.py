@@ -102,12 +102,12 @@ class _RangeReader:
                     DATA_LOSS,
                     f"stream {part.name!r}: log {page.uuid} answered, but the query reads log {part.log}",
                 )
-            if page.next <= at:
+            if page.end <= at:
                 raise SparkError(
                     DATA_LOSS,
                     f"stream {part.name!r} ends at offset {at}, before offset {part.end} of this query: its store may have lost records",
                 )
-            self._ahead = self._fetch(page.next) if page.next < part.end else None
+            self._ahead = self._fetch(page.end) if page.end < part.end else None
             opened, at = self._cover(page, at)
             if opened:
                 yield opened
@@ -168,16 +168,16 @@ class _RangeReader:
             first = item.offset if isinstance(item, StreamRecord) else item.first
             if first > at:
                 raise self._lost(f"the store left out offsets {at} to {first}")
-            if item.next > at:
+            if item.end > at:
                 if isinstance(item, StreamRecord):
-                    opened.append(self._wanted(item, at, min(item.next, end)))
+                    opened.append(self._wanted(item, at, min(item.end, end)))
                 elif item.unreadable:
                     self._cannot_read(item)
                 elif item.cause not in EXPECTED_HOLES:
                     self._miss(item)
-            at = max(at, item.next)
-        if at < min(page.next, end):
-            raise self._lost(f"the store left out offsets {at} to {page.next}")
+            at = max(at, item.end)
+        if at < min(page.end, end):
+            raise self._lost(f"the store left out offsets {at} to {page.end}")
         return opened, min(at, end)
 
     def _wanted(self, record: StreamRecord, at: int, end: int) -> Opened:
@@ -208,9 +208,9 @@ class _RangeReader:
             "an unknown number of messages" if gap.count is None else plural(gap.count, "message")
         )
         text = (
-            f"offsets {gap.first} to {gap.next} were removed ({gap.cause})"
+            f"offsets {gap.first} to {gap.end} were removed ({gap.cause})"
             if gap.count == 0
-            else f"{count} {'is' if gap.count == 1 else 'are'} missing before offset {gap.next}: {gap.cause}"
+            else f"{count} {'is' if gap.count == 1 else 'are'} missing before offset {gap.end}: {gap.cause}"
         )
         if self._options.fail_on_data_loss:
             raise self._lost(f"{text}; failOnDataLoss=false goes on without them")

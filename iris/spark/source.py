@@ -45,7 +45,7 @@ class IrisReader(DataSourceReader):
         planner = Planner(self._options)
         start = planner.initial()
         end = {
-            part: position if position.next >= start[part].next else start[part]
+            part: position if position.offset >= start[part].offset else start[part]
             for part, position in planner.final().items()
             if part in start  # another may have been added in between
         }

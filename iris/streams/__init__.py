@@ -121,7 +121,7 @@ class Streams(Management):
             partition: append to this partition, whatever the key.
 
         Raises:
-            OffsetConflict: the next offset is not `expect`; nothing was stored.
+            OffsetConflict: the stream does not end at the offset `expect`; nothing was stored.
             StreamError: if `may_have_run` is True, the message may be stored, or may be stored later.
         """
         data, packed = self._runtime.encode(message, headers, OF_A_MESSAGE)

@@ -198,7 +198,7 @@ class Appender:
 async def append_expecting(
     stores: Stores, name: str, uuid: str, data: bytes, headers: Headers | None, packed: bool, extras: Extras, expect: int, timeout: float
 ) -> int:  # fmt: skip
-    """Append one message if the next offset is `expect`. It is its own producer, so the store recognizes a retry."""
+    """Append one message if the stream ends at offset `expect`. It is its own producer, so a retry is recognized."""
     until_s = time.monotonic() + timeout
     location = await stores.locate(name, uuid, timeout=timeout)
     _, session = await stores.runtime.ready(name, seconds_left(until_s))
@@ -215,7 +215,7 @@ async def append_expecting(
     if outcome.status == CONFLICT and outcome.value is not None:
         raise OffsetConflict(
             name,
-            f"the next offset is {outcome.value}, not {expect}; nothing was stored",
+            f"the stream ends at offset {outcome.value}, not {expect}; nothing was stored",
             outcome.value,
         )
     raise StreamError(

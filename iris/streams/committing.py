@@ -62,14 +62,14 @@ class StagedAttempt(Struct, frozen=True):
 
 
 class CommitInfo(Struct, frozen=True):
-    """A committed batch: its offsets are from `first` up to `next`, which are equal if it is empty.
+    """A committed batch: its offsets are from `first` up to but not including `end`, which are equal if it is empty.
 
     Both are None if the writer has committed a later batch since, so that the store no longer knows. They are those of
     partition 0 if the batch is in several partitions.
     """
 
     first: int | None
-    next: int | None
+    end: int | None
     replayed: bool
     """The batch was committed before, perhaps from other attempts, and nothing changed."""
 

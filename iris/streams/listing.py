@@ -37,8 +37,8 @@ class StreamInfo(Struct, frozen=True):
     compact: bool
     paused: bool
     oldest: int
-    next: int
-    """The offset of the next message: the high-water mark."""
+    end: int
+    """The offset that the next message gets."""
     messages: int
     size_bytes: int
     epoch: int

@@ -57,7 +57,7 @@ class Mirror(OneProcess):
     """Copies a stream: `async with client.streams.mirror("eu:orders", "orders-eu") as mirror: await mirror.run()`.
 
     Entering it finds the source, and finds or creates the copy. `run` continues when a relay or a store that was
-    away is back; `waiting` says what it waits for. `next`, `source_next` and `lag` are as of the last answer.
+    away is back; `waiting` says what it waits for. `end`, `source_end` and `lag` are as of the last answer.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class Mirror(OneProcess):
         self.name = name
         self.copied = 0
         """Messages that this mirror has written to the copy."""
-        self.next = 0
-        """The next offset of the copy."""
-        self.source_next = 0
-        """The next offset of the source."""
+        self.end = 0
+        """Where the copy ends."""
+        self.source_end = 0
+        """Where the source ends."""
         self.waiting = ""
         """Why nothing is copied now; empty while copying goes on."""
         self._stores = stores
@@ -94,7 +94,7 @@ class Mirror(OneProcess):
     @property
     def lag(self) -> int:
         """How many messages would be lost if the source were lost now. A gap counts as one."""
-        return max(0, self.source_next - self.next)
+        return max(0, self.source_end - self.end)
 
     async def run(self) -> None:
         """Copy until cancelled or closed. Without `follow`, stop where the source ended when the mirror was entered.
@@ -175,14 +175,14 @@ class Mirror(OneProcess):
         if source.order.definition.partitions and not self._part:
             self._open_parts(source, copy)
             return
-        copy_next, source_next = copy.described.next, source.described.next
-        if source_next < copy_next:  # another mirror may have written since: ask again
-            source_next = (await self._describe(source.described.uuid.hex())).described.next
-        if source_next < copy_next:
-            detail = f"it ends at offset {source_next}, and its copy {self.name} ends later, at {copy_next}, so the source has lost messages; mirror it under another name"
+        copy_end, source_end = copy.described.next, source.described.next
+        if source_end < copy_end:  # another mirror may have written since: ask again
+            source_end = (await self._describe(source.described.uuid.hex())).described.next
+        if source_end < copy_end:
+            detail = f"it ends at offset {source_end}, and its copy {self.name} ends later, at {copy_end}, so the source has lost messages; mirror it under another name"
             raise StreamError(self.source, detail)
         self._source_uuid, self._copy_uuid = source.described.uuid, copy.described.uuid
-        self.next, self.source_next = copy_next, source_next
+        self.end, self.source_end = copy_end, source_end
 
     async def _make(self, source: VerifiedStream) -> VerifiedStream:
         return await make_stream(
@@ -269,12 +269,12 @@ class Mirror(OneProcess):
         while True:
             ends = await self._cut()
             for part, end in zip(self._parts, ends, strict=True):
-                part.source_next = end
-            self.source_next = sum(ends)
+                part.source_end = end
+            self.source_end = sum(ends)
             await asyncio.gather(*(part._copy() for part in self._parts))
             await self._parts[0]._show(ends[0], ends)
             await self._show_cut(ends)
-            self.next = sum(part.next for part in self._parts)
+            self.end = sum(part.end for part in self._parts)
             self.copied = sum(part.copied for part in self._parts)
             if not self._follow:
                 return
@@ -306,8 +306,8 @@ class Mirror(OneProcess):
         """Show all of the copy of a partition, because its source was stopped."""
         if not self._copy_uuid:
             await self._open()
-        await self._write(self.next, self.next, [])
-        await self._show(self.next, [])
+        await self._write(self.end, self.end, [])
+        await self._show(self.end, [])
 
     async def _show_cut(self, cut: Sequence[int]) -> None:
         """Show readers what was decided in partition 0, perhaps by an earlier mirror."""
@@ -316,25 +316,25 @@ class Mirror(OneProcess):
 
     async def _show(self, end: int, cut: Sequence[int]) -> None:
         """Show readers of the copy what it has up to this offset."""
-        call = Copy(self._source_uuid, self.next, self.next, [], self.source_next, end, list(cut))
+        call = Copy(self._source_uuid, self.end, self.end, [], self.source_end, end, list(cut))
         await self._ask(self.name, self._copy_uuid, call, Copied, writes=True)
 
     async def _copy(self) -> None:
-        end = None if self._follow else self.source_next
-        await self._write(self.next, self.next, [])
+        end = None if self._follow else self.source_end
+        await self._write(self.end, self.end, [])
         ahead: asyncio.Task[Fetched] | None = None
         try:
-            while end is None or self.next < end:
-                at = self.next
+            while end is None or self.end < end:
+                at = self.end
                 ahead = ahead or self._fetch(at)
                 fetched = await ahead
                 ahead = None
                 items, until = self._checked(fetched, at)
-                self.source_next = max(fetched.high_water, until)
+                self.source_end = max(fetched.high_water, until)
                 if until > at and (end is None or until < end):
                     ahead = self._fetch(until)
                 await self._write(at, until, items)
-                if ahead is not None and self.next != until:  # another mirror was faster
+                if ahead is not None and self.end != until:  # another mirror was faster
                     await _drop(ahead)
                     ahead = None
         finally:
@@ -367,21 +367,21 @@ class Mirror(OneProcess):
         return items, ends
 
     async def _write(self, start: int, until: int, items: list[Item]) -> None:
-        call = Copy(self._source_uuid, start, until, items, self.source_next)
+        call = Copy(self._source_uuid, start, until, items, self.source_end)
         try:
             done = await self._ask(self.name, self._copy_uuid, call, Copied, writes=True)
         except StreamError as err:
             adapted = [_for_older_store(item) for item in items]
             if type(err) is not StreamError or adapted == items:
                 raise
-            call = Copy(self._source_uuid, start, until, adapted, self.source_next)
+            call = Copy(self._source_uuid, start, until, adapted, self.source_end)
             done = await self._ask(self.name, self._copy_uuid, call, Copied, writes=True)
         if items and not done.taken and done.next == start:
             raise StreamError(
                 self.name,
                 f"its store accepted the records from offset {start} on and wrote none; see the log of that store",
             )
-        self.next = done.next
+        self.end = done.next
         if done.taken:
             self.copied += sum(_end_offset(i) - i.offset for i in items if isinstance(i, Record))
 

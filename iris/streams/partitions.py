@@ -381,7 +381,7 @@ async def describe_partitions(
 
 def _away(first: StreamInfo, partition: int, name: str, uuid: str, why: str) -> StreamInfo:
     return structs.replace(
-        first, name=split_site(name)[1], uuid=uuid, oldest=0, next=0, messages=0, size_bytes=0, epoch=0, created_us=0, store="",
+        first, name=split_site(name)[1], uuid=uuid, oldest=0, end=0, messages=0, size_bytes=0, epoch=0, created_us=0, store="",
         host="", lost_messages=0, failed=why, copy_lag_bytes=None, copy_lag_s=None, copy_behind=False,
         moved_bytes=0, partitions=1, partition=partition, parent=first.uuid, joining_bytes=None,
     )  # fmt: skip

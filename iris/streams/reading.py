@@ -330,10 +330,10 @@ class Reader(OneProcess, AsyncOnly):
                 raise StreamDamaged(self.name, f"the store left out offsets {at} to {item.offset}")
             if not isinstance(item, Record):
                 gap = to_gap(item)
-                if gap.next > at:
+                if gap.end > at:
                     if messages:
                         return self._before_gap(at, messages, fetched, number)
-                    self._at = at = gap.next
+                    self._at = at = gap.end
                     self._report(gap)
                 continue
             end = item.offset + END.unpack(item.end)[2]

@@ -122,7 +122,9 @@ class StreamMessage(Message, gc=False):
 
 
 class StreamGap(msgspec.Struct, frozen=True):
-    """Offsets from `first` up to `next` without messages; `count` messages were lost (None: unknown), for `cause`.
+    """Offsets without messages, from `first` up to but not including `end`.
+
+    `count` messages were lost (None: unknown), for `cause`.
 
     `cause` is "retention", "compacted", "expired", "deferred" or "damaged" for messages that the store had and removed
     (`count` is then 0), or "unreadable: …" for messages that this keyring cannot open. Otherwise it is the reason that
@@ -130,7 +132,7 @@ class StreamGap(msgspec.Struct, frozen=True):
     """
 
     first: int
-    next: int
+    end: int
     count: int | None
     cause: str
     partition: int = 0
@@ -160,7 +162,7 @@ class StreamRecord(msgspec.Struct, frozen=True, gc=False):
     tombstone: bool
 
     @property
-    def next(self) -> int:
+    def end(self) -> int:
         """The offset after its last message."""
         return self.offset + self.count
 
@@ -292,7 +294,7 @@ class RecordOpener:
 
 
 class StreamPage(OneProcess):
-    """Consecutive records and gaps of a stream, up to `next`. Iterate over them; each is opened when it is reached.
+    """Consecutive records and gaps of a stream, up to `end`. Iterate over them; each is opened when it is reached.
 
     The first record may begin before the offset asked for.
     """
@@ -302,7 +304,7 @@ class StreamPage(OneProcess):
     def __init__(self, fetched: Fetched, opener: RecordOpener) -> None:
         self._items = fetched.items
         self._opener = opener
-        self.next = fetched.next
+        self.end = fetched.next
         """The offset where the next page begins."""
         self.oldest = fetched.oldest
         self.high_water = fetched.high_water

@@ -47,7 +47,7 @@ class StreamReader:
         return Stream(
             name=text(info.name), uuid=text(info.uuid), host=text(info.host), store=text(info.store),
             source=text(_source(info)), messages=whole(info.messages), size_bytes=whole(info.size_bytes),
-            in_rate=self._history.rate(("stream", info.uuid), whole(info.next)), lost_messages=whole(info.lost_messages),
+            in_rate=self._history.rate(("stream", info.uuid), whole(info.end)), lost_messages=whole(info.lost_messages),
             paused=info.paused, failed=sentence(info.failed), dead_letters=dead, mirror_lag=info.lag,
             lag=max((consumer.lag for consumer in consumers), default=0), consumers=consumers, other_consumers=more,
             copy_lag_bytes=None if info.copy_lag_bytes is None else whole(info.copy_lag_bytes),
@@ -64,7 +64,7 @@ class StreamReader:
     def _consumer(self, info: StreamInfo, said: ConsumerInfo) -> Consumer:
         key = (info.uuid, said.name)
         # What was settled is what the stream holds up to its end and the lag does not.
-        settled = self._history.rate(("settled", *key), number(info.next) - number(said.lag))
+        settled = self._history.rate(("settled", *key), number(info.end) - number(said.lag))
         return Consumer(
             name=text(said.name), shared=said.shared, workers=whole(said.workers), lag=whole(said.lag),
             pending=whole(said.pending), redelivering=whole(said.redelivering), dead=whole(said.dead),

@@ -108,7 +108,7 @@ SPECS: Final = (
     Spec("iris_store_stream_messages", "Messages that a stream holds.", ("stream",)),
     Spec("iris_store_stream_bytes", "Bytes that a stream holds.", ("stream",)),
     Spec("iris_store_stream_oldest_offset", "Offset of the oldest message of a stream.", ("stream",)),
-    Spec("iris_store_stream_next_offset", "Offset that the next message of a stream will have.", ("stream",)),
+    Spec("iris_store_stream_end_offset", "Offset that the next message of a stream will have.", ("stream",)),
     Spec("iris_store_stream_appended_messages_total", "Messages that a stream has been given since it was made, by their offsets.", ("stream",)),
     Spec("iris_store_stream_lost_messages_total", "Messages that could not be recorded since the store started.", ("stream",)),
     Spec("iris_store_stream_failed", "1 if a stream cannot be written or read; of `other`, how many cannot.", ("stream",)),
@@ -306,7 +306,7 @@ def fill_store(page: Page, figures: Mapping[str, Any], labels: Labels) -> None:
         page.add("iris_store_stream_bytes", size, name)
         if name != OTHER:  # of several streams they mean nothing
             page.raise_to("iris_store_stream_oldest_offset", oldest, name)
-            page.raise_to("iris_store_stream_next_offset", following, name)
+            page.raise_to("iris_store_stream_end_offset", following, name)
         page.add("iris_store_stream_appended_messages_total", following, name)
         page.add("iris_store_stream_lost_messages_total", lost, name)
         page.add("iris_store_stream_failed", failed, name)

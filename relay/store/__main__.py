@@ -378,7 +378,7 @@ def _report_lines(report: Report) -> list[str]:
         f"{name}: salvaged, epoch {report.epoch}",
         f"  damage   {printable(report.error)}",
         f"  kept     {plural(report.records, 'record')}, {plural(report.messages, 'message')}",
-        f"  offsets  {_offsets(report.oldest, report.next)} (known from {report.end_from})",
+        f"  offsets  {_offsets(report.oldest, report.end)} (known from {report.end_from})",
     ]
     shown = ", ".join(_offsets(first, end) for first, end in report.lost[:SHOWN])
     more = f", and {len(report.lost) - SHOWN} more ranges" if len(report.lost) > SHOWN else ""

@@ -73,9 +73,9 @@ class Report(Struct):
     messages: int = 0
     """Messages in these records."""
     oldest: int = 0
-    next: int = 0
+    end: int = 0
     end_from: str = ""
-    """The source from which `next` is known."""
+    """The source from which `end` is known."""
     epoch: int = 0
     lost: list[tuple[int, int]] = []
     """(first, next) of offsets that could not be read."""
@@ -255,7 +255,7 @@ def _rebuild(damaged: DamagedLog, path: Path, made: Path, report: Report) -> Non
                 chain.write(batch, sync=True)
                 batch, size = database.batch(), 0
         chain.write(batch, sync=True)
-        report.oldest, report.next, report.epoch = oldest, chain.next, identity.epoch
+        report.oldest, report.end, report.epoch = oldest, chain.next, identity.epoch
         if chain.next > end:
             report.end_from = "its last entry"
     finally:

@@ -114,7 +114,7 @@ async def test_a_forged_refusal_of_every_call_ends_in_time_and_does_nothing_twic
             said = [message.payload async for message in reader]
         assert said.count(b"once") <= 1, said
         assert said[0] == b"first"
-        assert found.next == len(said)
+        assert found.end == len(said)
 
 
 async def test_a_change_whose_answers_are_withheld_is_made_once(
@@ -148,7 +148,7 @@ async def test_an_append_whose_first_answer_is_withheld_is_stored_once(
         await eventually(lambda: bool(forger.done))
         forger.code = ""
         assert await appending == list(range(20))
-        assert (await client.streams.describe("orders")).next == 20
+        assert (await client.streams.describe("orders")).end == 20
 
 
 async def test_a_store_that_always_has_more_is_asked_for_no_more_than_a_store_can_have(

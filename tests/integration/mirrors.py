@@ -70,7 +70,7 @@ async def fetched(client: iris.Client, name: str) -> list[Any]:
 async def come_to(client: iris.Client, name: str, offset: int) -> None:
     """Return when a stream has come to an offset."""
     async with asyncio.timeout(PATIENCE_S):
-        while (await client.streams.describe(name, timeout=PATIENCE_S)).next < offset:  # noqa: ASYNC110 - a poll over processes
+        while (await client.streams.describe(name, timeout=PATIENCE_S)).end < offset:  # noqa: ASYNC110 - a poll over processes
             await asyncio.sleep(0.005)
 
 

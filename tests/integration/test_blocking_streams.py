@@ -45,7 +45,7 @@ def test_what_is_appended_is_read_from_any_offset(client: blocking.Client) -> No
         assert (first.offset, reader.offset) == (1, 2)
         assert [len(batch) for batch in reader.batches()] in ([], [1])
     assert client.streams.find("orders", "new") == 3
-    assert client.streams.fetch("orders", 0).next == 3
+    assert client.streams.fetch("orders", 0).end == 3
     assert [stream.name for stream in client.streams.list()] == ["orders"]
     with pytest.raises(iris.NoStream, match="nothing"):
         client.streams.describe("nothing")
@@ -133,7 +133,7 @@ def test_a_batch_is_staged_and_committed_once(client: blocking.Client) -> None:
         attempt = staging.finish()
     for replayed in (False, True):
         info = client.streams.commit("rows", writer="etl", batch=1, attempts=[attempt])
-        assert (info.first, info.next, info.replayed) == (0, 3, replayed)
+        assert (info.first, info.end, info.replayed) == (0, 3, replayed)
     client.streams.delete("rows")
 
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(120)
 
 async def next_of(client: iris.Client, name: str) -> int:
     """Return the next offset of a stream that is about to be made, or to be served by another store."""
-    return (await client.streams.describe(name, timeout=60)).next
+    return (await client.streams.describe(name, timeout=60)).end
 
 
 async def test_a_killed_store_goes_on_with_what_it_had_acknowledged(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ async def test_a_bucket_is_restored_to_an_empty_machine(tmp_path: Path) -> None:
             assert (await client.streams.describe("orders")).max_messages == 1000
             assert await client.streams.append("orders", b"next") == 1
             local = await client.streams.describe("local")
-            assert (local.topic, local.next, local.uuid == info.uuid) == ("local.>", 3, False)
+            assert (local.topic, local.end, local.uuid == info.uuid) == ("local.>", 3, False)
             assert await whole(client, "local") == [b"on a disk"]
 
 

@@ -69,7 +69,7 @@ async def test_a_lost_stream_goes_on_at_another_store_and_its_old_store_serves_i
             )
 
             found = await client.streams.move("orders", to=group.id_of(other), force=True)
-            assert (found.store, found.next >= 21) == (group.id_of(other), True)
+            assert (found.store, found.end >= 21) == (group.id_of(other), True)
             assert found.uuid != lost.uuid
             assert (found.durability, found.max_messages, found.topic) == ("disk", 1000, "")
             with pytest.raises(StreamError):

@@ -185,7 +185,7 @@ async def test_an_order_that_cannot_be_carried_out_is_an_error_that_says_what_to
             group.bucket.unlink()
             (tmp_path / "gone").rename(group.bucket)
             info = await client.streams.change("others", durability="bucket", timeout=PATIENCE_S)
-            assert (info.durability, info.next) == ("bucket", 1)
+            assert (info.durability, info.end) == ("bucket", 1)
             await client.streams.create("more")
             group.kill(1)
             group.start(1)  # and it has not opened the bucket yet

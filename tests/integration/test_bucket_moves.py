@@ -100,7 +100,7 @@ async def test_acks_message_ids_dead_letters_and_limits_move_along(tmp_path: Pat
                         worker.ack(message)
                 at = await group.holder(client, "orders")
                 info = await client.streams.move("orders", to=id_of(group, 3 - at)[:8])
-                assert (info.durability, info.max_messages, info.next) == ("bucket", 1000, 10)
+                assert (info.durability, info.max_messages, info.end) == ("bucket", 1000, 10)
                 left = [await anext(worker) for _ in range(5)]
                 assert [bytes(one.payload) for one in left] == numbered("", 9)[4:]
                 worker.ack(*left)

@@ -107,7 +107,7 @@ async def test_old_records_that_cannot_be_read_hold_up_nothing_else(tmp_path: Pa
             objects(group)[0].unlink()
             with pytest.raises(StreamDamaged, match=r"segment/.* is missing"):
                 await whole(client, "orders")
-            last = (await client.streams.describe("orders")).next
+            last = (await client.streams.describe("orders")).end
             assert await client.streams.append("orders", body(last)) == last
             async with client.streams.read("orders", last, follow=False) as reader:
                 assert numbers([bytes(message.payload) async for message in reader]) == [last]

@@ -236,7 +236,7 @@ def test_info_and_list_tell_the_same_to_scripts_and_to_people(shell: Shell, stre
     shell("stream", "append", stream, "hello")
     found = facts(shell, stream)
     assert (found["name"], found["max_bytes"], found["max_messages"]) == (stream, 10 << 30, 1000)
-    assert (found["max_age"], found["next"], found["messages"]) == (604800, 1, 1)
+    assert (found["max_age"], found["end"], found["messages"]) == (604800, 1, 1)
     plain = dict(line.split("\t") for line in shell("stream", "info", stream).decode().splitlines())
     assert (plain["uuid"], plain["max-bytes"], plain["max-age-s"]) == (
         found["uuid"], str(10 << 30), "604800",
@@ -246,7 +246,7 @@ def test_info_and_list_tell_the_same_to_scripts_and_to_people(shell: Shell, stre
         found["host"], "0", "", "no",
     )  # fmt: skip
     titles, *lines = shell("stream", "list").decode().splitlines()
-    assert titles == "NAME\tUUID\tRECORDS\tMESSAGES\tBYTES\tOLDEST\tNEXT\tSTATE\tHOST\tSTORE"
+    assert titles == "NAME\tUUID\tRECORDS\tMESSAGES\tBYTES\tOLDEST\tEND\tSTATE\tHOST\tSTORE"
     (row,) = (line.split("\t") for line in lines if line.startswith(f"{stream}\t"))
     assert row == [
         stream, found["uuid"], "appends", "1", row[4], "0", "1", "ok", found["host"], found["store"],
@@ -271,7 +271,7 @@ def test_a_stream_of_a_topic_records_what_is_published(shell: Shell) -> None:
     shell("stream", "create", "flights", "--topic", "flights.>")
     assert b"\ttopic flights.>\t" in shell("stream", "list")
     shell("publish", "flights.JFK", "delayed", "-H", "gate=7")
-    wait_until(lambda: facts(shell, "flights")["next"] == 1)
+    wait_until(lambda: facts(shell, "flights")["end"] == 1)
     (row,) = rows(shell("stream", "read", "flights", "--json"))
     assert (row["offset"], row["name"], row["payload"]) == (0, "flights.JFK", "delayed")
     assert row["headers"] == {"gate": "7"}
@@ -350,7 +350,7 @@ def test_change_of_the_durability_says_what_the_store_lacks(shell: Shell, stream
 def test_delete_wants_a_yes_and_then_removes_it(shell: Shell, stream: str) -> None:
     shell("stream", "append", stream, "x")
     assert b"--yes" in shell("stream", "delete", stream, code=2)
-    assert facts(shell, stream)["next"] == 1
+    assert facts(shell, stream)["end"] == 1
     shell("stream", "delete", stream, "--yes")
     assert shell("stream", "info", stream, code=3).count(b"\n") == 1
 
@@ -430,7 +430,7 @@ def test_append_takes_an_argument_or_all_of_standard_input_and_prints_the_offset
 def test_an_append_that_expects_another_offset_stores_nothing(shell: Shell, stream: str) -> None:
     assert shell("stream", "append", stream, "a", "--expect", "0") == b"0\n"
     said = shell("stream", "append", stream, "b", "--expect", "0", code=1)
-    assert b"the next offset is 1, not 0" in said
+    assert b"the stream ends at offset 1, not 0" in said
     assert shell("stream", "append", stream, "b", "--expect", "1") == b"1\n"
     assert shell("stream", "read", stream) == b"a\nb\n"
 
@@ -467,7 +467,7 @@ def test_a_line_is_stored_while_its_pipe_is_still_open(shell: Shell, stream: str
     assert process.stdin is not None
     process.stdin.write(b"early\n")
     process.stdin.flush()
-    wait_until(lambda: facts(shell, stream)["next"] == 1)
+    wait_until(lambda: facts(shell, stream)["end"] == 1)
     out, err = process.communicate(b"late\n", timeout=20)
     assert (process.returncode, out, err) == (0, b"0 1\n", b"")
 
@@ -477,10 +477,10 @@ def test_lines_that_end_with_an_interrupt_tell_what_was_stored(shell: Shell, str
     assert process.stdin is not None
     process.stdin.write(b"a\nb\n")
     process.stdin.flush()
-    wait_until(lambda: facts(shell, stream)["next"] == 2)
+    wait_until(lambda: facts(shell, stream)["end"] == 2)
     process.stdin.write(b"c\nhalf a li")  # goes out when it has heard of a and b
     process.stdin.flush()
-    wait_until(lambda: facts(shell, stream)["next"] == 3)
+    wait_until(lambda: facts(shell, stream)["end"] == 3)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=20) == 130
     assert process.stdout is not None
@@ -624,7 +624,7 @@ def test_a_bad_line_is_named_and_nothing_after_it_is_appended(
     assert said in err.decode()
     assert b"(2 appended" in err
     assert err.count(b"\n") == 1
-    assert facts(shell, stream)["next"] == 2
+    assert facts(shell, stream)["end"] == 2
 
 
 def test_an_import_leaves_tombstones_out_and_says_so(shell: Shell, stream: str) -> None:

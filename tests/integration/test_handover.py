@@ -44,7 +44,7 @@ async def test_a_copy_takes_the_place_of_its_stream_with_everything_that_this_ha
     before = await client.streams.consumers("orders")
 
     new = await handed_over(client)
-    assert (new.name, new.max_messages, new.dedup_window, new.next) == ("orders", 1000, 3600, 20)
+    assert (new.name, new.max_messages, new.dedup_window, new.end) == ("orders", 1000, 3600, 20)
     assert new.uuid != old.uuid
     assert await client.streams.consumers("orders") == before
     (letter,) = await client.streams.dead_letters("orders")
@@ -244,7 +244,7 @@ async def test_a_batch_that_is_staged_is_committed_after_a_handover_and_once(set
     first, second = attempts
     await handed_over(client)
     again = await client.streams.commit("orders", writer="job", batch=1, attempts=[first])
-    assert (again.first, again.next, again.replayed) == (done.first, done.next, True)
+    assert (again.first, again.end, again.replayed) == (done.first, done.end, True)
     assert (
         await client.streams.commit("orders", writer="job", batch=2, attempts=[second])
     ).first == 2

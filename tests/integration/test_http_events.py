@@ -222,7 +222,7 @@ async def test_an_append_is_answered_with_its_offset_when_it_is_stored(tmp_path:
         ]
         assert [answer.json for answer in again] == [{"offset": 3}] * 3
         answer = await bridge.post("/streams/orders", b"4", {"iris-expect": "9"})
-        assert (answer.status, answer.json["next"], answer.json["may_have_run"]) == (412, 4, False)
+        assert (answer.status, answer.json["end"], answer.json["may_have_run"]) == (412, 4, False)
         assert (await bridge.post("/streams/orders", b"4", {"iris-expect": "4"})).json == {
             "offset": 4
         }
@@ -285,10 +285,10 @@ async def test_a_gap_of_a_stream_is_an_event_of_its_own_and_can_be_resumed_after
             assert gap["event"] == "gap"
             assert gap["data"]["first"] == 0
             assert gap["data"]["cause"] == "retention"
-            assert int(gap["id"]) == gap["data"]["next"] - 1
+            assert int(gap["id"]) == gap["data"]["end"] - 1
             message = await events.next()
             assert message is not None
-            assert int(message["id"]) == gap["data"]["next"]
+            assert int(message["id"]) == gap["data"]["end"]
         async with bridge.events("/streams/orders", {"last-event-id": gap["id"]}) as events:
             assert (await events.next() or {})["id"] == message["id"]
 

@@ -93,7 +93,7 @@ async def test_a_store_that_comes_back_keeps_the_old_log_to_be_read(
             await other.streams.list()
         old = await other.streams.describe("orders", uuid=uuid)
         # 5 messages, and the gap of the time when the store was away.
-        assert (old.superseded_by, old.superseded_at, old.next) == (new.uuid, 10, 16)
+        assert (old.superseded_by, old.superseded_at, old.end) == (new.uuid, 10, 16)
         # Both were recorded by topic; now one is.
         await client.publish("orders.new", b"once")
         await client.flush()

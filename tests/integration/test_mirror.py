@@ -62,8 +62,8 @@ async def test_a_copy_of_a_cluster_has_its_pushes_and_broadcasts(setting: Any) -
     await cluster.settle()
     assert (
         await client.streams.describe("copy")
-    ).next == 2  # a mirror is not a member of the cluster
-    assert (await client.streams.describe("bills")).next == 3
+    ).end == 2  # a mirror is not a member of the cluster
+    assert (await client.streams.describe("bills")).end == 3
 
 
 async def test_keys_tombstones_expiry_and_due_times_are_copied(setting: Any) -> None:
@@ -176,7 +176,7 @@ async def test_a_copy_has_limits_of_its_own(setting: Any) -> None:
         await client.streams.append("log", b"%d" % number)
     await copy_all(client, "log", "copy", max_messages=5)
     info = await client.streams.describe("copy")
-    assert (info.max_messages, info.oldest, info.next) == (5, 25, 30)
+    assert (info.max_messages, info.oldest, info.end) == (5, 25, 30)
     assert [m.offset for m in (await whole(other, "copy"))[0]] == list(range(25, 30))
     with pytest.raises(StreamExists, match="max_messages 5"):
         await copy_all(client, "log", "copy", max_messages=6)
@@ -235,8 +235,8 @@ async def test_a_copy_takes_nothing_but_copies(setting: Any) -> None:
     await other.publish("orders", b"recorded once")
     await other.flush()
     await cluster.settle()
-    assert (await client.streams.describe("copy")).next == 0
-    assert (await client.streams.describe("orders")).next == 1
+    assert (await client.streams.describe("copy")).end == 0
+    assert (await client.streams.describe("orders")).end == 1
 
 
 async def test_a_stream_that_is_not_a_copy_takes_no_copies(setting: Any) -> None:

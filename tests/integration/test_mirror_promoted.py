@@ -34,7 +34,7 @@ async def test_a_promoted_copy_goes_on_as_a_stream(setting: Any) -> None:
             work.ack(await anext(work))
         await client.streams.delete("orders")
         promoted = await client.streams.promote("copy")
-        assert (promoted.mirror, promoted.topic, promoted.lag, promoted.next) == (
+        assert (promoted.mirror, promoted.topic, promoted.lag, promoted.end) == (
             "", "orders.>", None, 2,
         )  # fmt: skip
         with contextlib.suppress(StreamError):
@@ -144,21 +144,21 @@ def test_the_command_copies_follows_and_promotes(shell: Shell) -> None:
     assert shell("stream", "read", "copy") == b"one\ntwo\n"
     source = facts(shell, "log")["uuid"]
     info = facts(shell, "copy")
-    assert (info["mirror"], info["source"], info["lag"], info["next"]) == (source, "log", 0, 2)
+    assert (info["mirror"], info["source"], info["lag"], info["end"]) == (source, "log", 0, 2)
     said = dict(line.split("\t") for line in shell("stream", "info", "copy").decode().splitlines())
     assert (said["records"], said["source"], said["lag"]) == ("copy of log", "log", "0")
     assert b"copy of log" in shell("stream", "list")
 
     for number in (signal.SIGINT, signal.SIGTERM):
         process = shell.start("stream", "mirror", "log", "copy", "--follow", "-v")
-        ends = facts(shell, "log")["next"] + 1
+        ends = facts(shell, "log")["end"] + 1
         shell("stream", "append", "log", "more")
-        figures = f"copy: copied 1, next {ends}, lag 0".encode()
+        figures = f"copy: copied 1, end {ends}, lag 0".encode()
         assert process.stderr is not None
         # The store has it before the mirror has heard so.
         while figures not in (said := process.stderr.readline()):
             assert said, "it ended without saying so"
-        assert facts(shell, "copy")["next"] == ends
+        assert facts(shell, "copy")["end"] == ends
         process.send_signal(number)
         out, err = process.communicate(timeout=PATIENCE_S)
         assert (process.returncode, out) == (0, b"")

@@ -41,8 +41,8 @@ async def test_a_mirror_follows_its_source_and_reports_its_lag(setting: Any) -> 
         for number in range(100):
             await client.streams.append("log", b"%d" % number)
         await come_to(client, "copy", 100)
-        await turns_until(lambda: mirror.next == 100)
-        assert (mirror.copied, mirror.lag, mirror.source_next) == (100, 0, 100)
+        await turns_until(lambda: mirror.end == 100)
+        assert (mirror.copied, mirror.lag, mirror.source_end) == (100, 0, 100)
         with pytest.raises(StreamError, match="already running"):
             await mirror.run()
         info = await client.streams.describe("copy")
@@ -88,7 +88,7 @@ async def test_the_lag_is_what_the_copy_lacks(setting: Any, monkeypatch: Any) ->
     await client.streams.create("log")
     await client.streams.append_many("log", [bytes(5000)] * 40)
     async with other.streams.mirror("log", "copy") as mirror:
-        assert (mirror.lag, mirror.source_next, mirror.next) == (40, 40, 0)
+        assert (mirror.lag, mirror.source_end, mirror.end) == (40, 40, 0)
         running = asyncio.create_task(mirror.run())
         lags = []
         async with asyncio.timeout(PATIENCE_S):
@@ -116,8 +116,8 @@ async def test_a_cancelled_mirror_goes_on_where_it_was(setting: Any, monkeypatch
         await asyncio.gather(running, return_exceptions=True)
         if turns % 40 == 0:
             info = await client.streams.describe("copy")
-            assert info.next >= reached
-            reached = info.next
+            assert info.end >= reached
+            reached = info.end
     assert reached > 0
     await copy_all(other, "log", "copy")
     await same(client, "log", "copy")
@@ -139,7 +139,7 @@ async def test_two_mirrors_at_once_write_nothing_twice(setting: Any, monkeypatch
     for part in range(20):
         messages = [b"%d" % n + bytes(300) for n in range(100 * part, 100 * part + 100)]
         await client.streams.append_many("log", messages)
-    await turns_until(lambda: [mirror.next for mirror in mirrors] == [2000] * 3)
+    await turns_until(lambda: [mirror.end for mirror in mirrors] == [2000] * 3)
     for task in running:
         task.cancel()
     await asyncio.gather(*running)

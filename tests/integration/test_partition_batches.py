@@ -180,5 +180,5 @@ async def test_a_batch_of_one_partition_is_committed_alone(pair: Any) -> None:
     done = await other.streams.commit(
         "orders", writer="etl", batch=1, attempts=[attempt], partition=1
     )
-    assert (done.first, done.next) == (0, 2)
+    assert (done.first, done.end) == (0, 2)
     assert {message.partition for message in await whole(client)} == {1}

@@ -78,7 +78,7 @@ async def test_after_salvage_readers_get_all_but_the_damage_and_one_gap(
             done = await asyncio.to_thread(salvage, data, "orders", "--json")
             assert done.returncode == 0, done.stderr
             report = json.loads(done.stdout)
-            assert (report["state"], report["uuid"], report["next"]) == (
+            assert (report["state"], report["uuid"], report["end"]) == (
                 "salvaged",
                 made.uuid,
                 RECORDS,
@@ -91,7 +91,7 @@ async def test_after_salvage_readers_get_all_but_the_damage_and_one_gap(
             async with client(daemon.socket) as one:
                 gaps: list[iris.StreamGap] = []
                 found = await read(one, gaps)
-                assert [(gap.first, gap.next, gap.cause) for gap in gaps] == [
+                assert [(gap.first, gap.end, gap.cause) for gap in gaps] == [
                     (first, after, "damaged")
                 ]
                 kept = {n: payloads[n] for n in range(RECORDS) if not first <= n < after}
@@ -107,5 +107,5 @@ async def test_after_salvage_readers_get_all_but_the_damage_and_one_gap(
                         if len(taken) == len(kept):
                             break
                 assert taken == sorted(kept)
-                assert [(gap.first, gap.next) for gap in lost] == [(first, after)]
+                assert [(gap.first, gap.end) for gap in lost] == [(first, after)]
             assert await producer.streams.append("orders", b"more", timeout=PATIENCE_S) == RECORDS

@@ -149,7 +149,7 @@ async def test_messages_arrive_with_all_that_they_were_staged_with(setting: Any)
     assert appended == 0
     done = pickle.loads(pickle.dumps(done))
     info = await other.streams.commit("orders", writer="etl", batch=1, attempts=[done])
-    assert (info.first, info.next) == (1, 12)
+    assert (info.first, info.end) == (1, 12)
     found = await whole(other)
     assert [m.payload for m in found if m.payload != b"appended"] == [
         b"plain", b"\x81\xa6packed\x01", b"headers", b"keyed", b"m0", b"m1", b"m2", b"x", b"y", b"",
@@ -170,7 +170,7 @@ async def test_an_attempt_of_many_calls_is_whole_and_in_order(setting: Any) -> N
     done = await attempt(client, 1, *messages)
     assert done.records > 100
     info = await client.streams.commit("orders", writer="etl", batch=1, attempts=[done])
-    assert (info.first, info.next) == (0, 10_000)
+    assert (info.first, info.end) == (0, 10_000)
     assert await payloads(other) == messages
 
 
@@ -240,7 +240,7 @@ async def test_who_holds_no_key_of_the_stream_stages_and_commits_nothing(setting
         ):
             with pytest.raises(NoStream):
                 await call
-    assert (await client.streams.commit("orders", writer="etl", batch=1, attempts=[done])).next == 1
+    assert (await client.streams.commit("orders", writer="etl", batch=1, attempts=[done])).end == 1
 
 
 async def test_a_paused_stream_and_dead_letters_take_no_batches(setting: Any) -> None:
@@ -253,7 +253,7 @@ async def test_a_paused_stream_and_dead_letters_take_no_batches(setting: Any) ->
     with pytest.raises(StreamError, match="paused"):
         await client.streams.commit("orders", writer="etl", batch=1, attempts=[done])
     await client.streams.resume("orders")
-    assert (await client.streams.commit("orders", writer="etl", batch=1, attempts=[done])).next == 1
+    assert (await client.streams.commit("orders", writer="etl", batch=1, attempts=[done])).end == 1
     await client.streams.append("orders", b"bad")
     async with client.streams.consumer("orders", "c", max_deliver=1) as work:
         work.nack(await anext(work))
@@ -284,7 +284,7 @@ async def test_over_a_bound_staging_fails_with_the_reason_and_room_can_be_made(
         await attempt(client, 1, *[bytes(10_000)] * 50)
     await client.streams.discard("orders", writer="etl", batch=1)
     done = await attempt(client, 1, b"x")
-    assert (await client.streams.commit("orders", writer="etl", batch=1, attempts=[done])).next == 1
+    assert (await client.streams.commit("orders", writer="etl", batch=1, attempts=[done])).end == 1
 
 
 async def test_limits_of_the_stream_hold_after_a_commit(setting: Any) -> None:
@@ -444,7 +444,7 @@ async def test_a_staging_that_is_cancelled_while_it_waits_leaves_nobody_waiting(
         finishing.cancel()
         await asyncio.gather(finishing, return_exceptions=True)
         done = await staging.finish()
-    assert (await client.streams.commit("orders", writer="etl", batch=1, attempts=[done])).next == 1
+    assert (await client.streams.commit("orders", writer="etl", batch=1, attempts=[done])).end == 1
     call = Stage("etl", 2, bytes(16), bytes(16), [NewRecord(0, b"\0" * 12 + b"\1" + bytes(11), b"x")])  # fmt: skip
     with pytest.raises(StreamUnavailable, match="Staged"):
         await client.streams._stores.ask_stream("orders", "", call, Settled, timeout=5.0)

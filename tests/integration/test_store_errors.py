@@ -84,7 +84,7 @@ async def test_a_key_or_directory_that_cannot_be_used_is_reported_and_the_store_
 
             async def back() -> bool:
                 try:
-                    return (await one.streams.describe("orders", timeout=PATIENCE_S)).next == 1
+                    return (await one.streams.describe("orders", timeout=PATIENCE_S)).end == 1
                 except NoStream:
                     return False
 
@@ -127,7 +127,7 @@ async def test_it_is_reported_to_members_of_other_relays_and_a_store_that_waits_
                 await created
             await eventually(lambda: not mesh.failed_stores())
             made = await one.streams.create("orders", timeout=PATIENCE_S)
-            assert made.next == 0
+            assert made.end == 0
     finally:
         await other.stop(drain_s=0)
         await keeper.stop(drain_s=0)

@@ -48,7 +48,7 @@ async def test_streams_and_consumers_are_on_the_page_also_after_the_store_was_ki
             )
             assert page.sum("iris_store_streams") == 1
             assert page.sum("iris_store_stream_messages", stream="orders") == 5
-            assert page.sum("iris_store_stream_next_offset", stream="orders") == 5
+            assert page.sum("iris_store_stream_end_offset", stream="orders") == 5
             assert page.sum("iris_store_stream_appended_messages_total", stream="orders") == 5
             assert page.sum("iris_store_stream_bytes", stream="orders") > 0
             assert page.sum("iris_store_stream_dead_letters_kept", stream="orders") == 1
@@ -59,7 +59,7 @@ async def test_streams_and_consumers_are_on_the_page_also_after_the_store_was_ki
 
             os.kill((await program.status())["store"]["pid"], 9)
             await page_when(where, "iris_store_starts_total", 2)
-            page = await page_when(where, "iris_store_stream_next_offset", 5, stream="orders")
+            page = await page_when(where, "iris_store_stream_end_offset", 5, stream="orders")
             assert page.sum("iris_store_stream_dead_letters_total", stream="orders") >= 1
             lag = page.sum("iris_store_consumer_lag_messages", consumer="bills")
             assert 3 <= lag <= 5, "what was settled last may be delivered again"

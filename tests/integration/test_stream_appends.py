@@ -54,7 +54,7 @@ async def test_an_append_that_expects_another_offset_stores_nothing(setting: Any
     assert await client.streams.append("log", b"0", expect=0) == 0
     with pytest.raises(OffsetConflict) as refused:
         await client.streams.append("log", b"x", expect=0)
-    assert refused.value.next == 1
+    assert refused.value.end == 1
     assert not refused.value.may_have_run
     assert await client.streams.append("log", b"1", expect=1) == 1
     assert [m.payload for m in await whole(client, "log")] == [b"0", b"1"]

@@ -32,7 +32,7 @@ def payloads(page: StreamPage) -> list[bytes]:
     for item in page:
         assert isinstance(item, StreamRecord)
         taken = decode_keyed(item.plain)[0]
-        assert len(taken) == item.count == item.next - item.offset
+        assert len(taken) == item.count == item.end - item.offset
         found += taken
     return found
 
@@ -49,8 +49,8 @@ async def test_pages_hold_every_record_and_each_begins_where_the_last_one_ended(
     page = await other.streams.fetch("log", 0, max_bytes=100_000)
     found = payloads(page)
     pages = 1
-    while page.next < 301:
-        page = await other.streams.fetch("log", page.next, max_bytes=100_000, wait=1.0)
+    while page.end < 301:
+        page = await other.streams.fetch("log", page.end, max_bytes=100_000, wait=1.0)
         found += payloads(page)
         pages += 1
     assert found == [*appended, b"published"]
@@ -67,7 +67,7 @@ async def test_a_record_that_holds_the_offset_comes_whole(setting: Any) -> None:
     await client.streams.append_many("log", [b"a", b"b", b"c"])
     page = await other.streams.fetch("log", 1)
     (record,) = page
-    assert (record.offset, record.count, page.next) == (0, 3, 3)
+    assert (record.offset, record.count, page.end) == (0, 3, 3)
     assert payloads(page) == [b"a", b"b", b"c"]
 
 
@@ -75,7 +75,7 @@ async def test_at_the_end_a_fetch_waits_for_what_comes(setting: Any) -> None:
     _, client, other = setting
     await client.streams.create("log")
     page = await other.streams.fetch("log", 0, wait=0.05)
-    assert (list(page), page.next, page.high_water) == ([], 0, 0)
+    assert (list(page), page.end, page.high_water) == ([], 0, 0)
     waiting = asyncio.create_task(other.streams.fetch("log", 0, wait=20.0))
     await asyncio.sleep(0.05)
     assert not waiting.done()
@@ -101,7 +101,7 @@ async def test_what_is_missing_or_cannot_be_opened_is_a_gap_of_the_page(tmp_path
         await reader.reload_keys(Keyring.single(new))
         unopened, expired, record = await reader.streams.fetch("log", 0)
         assert isinstance(unopened, StreamGap)
-        assert (unopened.first, unopened.next, unopened.count, unopened.unreadable) == (0, 1, 1, True)  # fmt: skip
+        assert (unopened.first, unopened.end, unopened.count, unopened.unreadable) == (0, 1, 1, True)  # fmt: skip
         assert isinstance(expired, StreamGap)
         assert (expired.cause, expired.count, expired.unreadable) == ("expired", 0, False)
         assert isinstance(record, StreamRecord)

@@ -32,7 +32,7 @@ async def test_creating_a_stream_again_returns_it(setting: Any) -> None:
     made = await client.streams.create("orders", topic="orders.>", max_messages=1000)
     again = await other.streams.create("orders", topic="orders.>", max_messages=1000)
     assert made.uuid == again.uuid
-    assert (made.next, made.topic, made.max_messages) == (0, "orders.>", 1000)
+    assert (made.end, made.topic, made.max_messages) == (0, "orders.>", 1000)
 
 
 async def test_a_stream_that_is_defined_otherwise_is_not_created_and_its_holder_is_named(
@@ -290,8 +290,8 @@ async def test_what_retention_removed_is_reported(setting: Any) -> None:
     gaps: list[StreamGap] = []
     async with other.streams.read("log", 5, follow=False, on_gap=gaps.append) as reader:
         assert [int(m.payload) async for m in reader] == list(range(20, 30))
-    assert [(gap.first, gap.next, gap.cause) for gap in gaps] == [(0, 20, "retention")] or [
-        (gap.next, gap.cause) for gap in gaps
+    assert [(gap.first, gap.end, gap.cause) for gap in gaps] == [(0, 20, "retention")] or [
+        (gap.end, gap.cause) for gap in gaps
     ] == [(20, "retention")]
 
 

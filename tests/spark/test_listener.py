@@ -74,7 +74,7 @@ def test_a_batch_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> Non
     (record,) = caplog.records
     assert record.message.startswith("spark.progress: ")
     fields = record.fields  # type: ignore[attr-defined]  # what `extra` added
-    assert fields["streams"] == {"orders": {"next": 20, "lag": 30}}
+    assert fields["streams"] == {"orders": {"position": 20, "lag": 30}}
     assert (fields["name"], fields["rows"], fields["batch_ms"]) == ("totals", 20, 1500)
     assert fields["rows_per_s"] == 13.3
 
@@ -95,7 +95,7 @@ def test_prometheus_reads_each_series_once_and_names_are_escaped() -> None:
     assert sum(map(len, found.samples.values())) == 10
     query = str(uuid.UUID(int=1))
     assert found.sum("iris_spark_lag_messages", query=query, name=odd, stream="orders") == 30
-    assert found.sum("iris_spark_next_offset", query=query, name=odd, stream="orders") == 20
+    assert found.sum("iris_spark_position", query=query, name=odd, stream="orders") == 20
     assert found.sum("iris_spark_rows_total", query=query, name=odd) == 40
     assert found.sum("iris_spark_batch_seconds", query=query, name=odd) == 1.5
     assert lag_listener.prometheus().endswith("\n")
@@ -223,7 +223,7 @@ def test_a_query_reports_its_lag_to_the_log_a_topic_and_a_file(
     finally:
         spark.streams.removeListener(lag_listener)
     assert [one["streams"][name] for one in received] == [
-        {"next": 0, "lag": 1000}, {"next": 400, "lag": 600}, {"next": 800, "lag": 200}, {"next": 1000, "lag": 0},
+        {"position": 0, "lag": 1000}, {"position": 400, "lag": 600}, {"position": 800, "lag": 200}, {"position": 1000, "lag": 0},
     ]  # fmt: skip
     assert [one["rows"] for one in received] == [0, 400, 400, 200]
     assert all(one["name"] == name and one["batch_ms"] > 0 for one in received)

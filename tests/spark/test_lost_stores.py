@@ -118,7 +118,7 @@ class Copy:
             infos = self.client.call(lambda c: c.streams.partitions("copy", timeout=2))
         except (IrisError, TimeoutError):  # partition 0 is away
             return 0
-        return sum(info.next for info in infos)
+        return sum(info.end for info in infos)
 
     def finish(self, query: Any, fault: Fault) -> None:
         """Wait until everything is copied. A query that fails is started again."""

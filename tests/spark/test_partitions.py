@@ -147,7 +147,7 @@ def test_a_limit_is_shared_by_the_partitions(
     start = planner.initial()
     planner.ranges(start, start)  # the first batch is empty
     end = planner.next_end(decode_offsets(encode_offsets(start)))
-    assert {part.partition: position.next for part, position in end.items()} == {0: 5, 1: 15}
+    assert {part.partition: position.offset for part, position in end.items()} == {0: 5, 1: 15}
     ranges = planner.ranges(start, end)
     assert [(one.partition, one.start, one.end) for one in ranges] == [
         (0, 0, 5), (1, 0, 5), (1, 5, 10), (1, 10, 15)

@@ -101,7 +101,7 @@ def test_a_driver_killed_between_the_commits_of_two_partitions_goes_on_with_what
     assert driver.run([job.phase()]) == 0, driver.last_words()
     assert sorted(job.copied) == sorted(job.rows)
     infos = client.call(lambda c: c.streams.partitions(job.target))
-    assert all(info.next for info in infos)
+    assert all(info.end for info in infos)
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def messages_of(
     client: iris.blocking.Client, stream: str, count: int = 0
 ) -> list[iris.StreamMessage]:
     """Return the messages of a stream once it has `count`: a store records casts and pushes after they are sent."""
-    until(lambda: client.call(lambda c: c.streams.describe(stream)).next >= count)
+    until(lambda: client.call(lambda c: c.streams.describe(stream)).end >= count)
 
     async def read(c: iris.Client) -> list[iris.StreamMessage]:
         async with c.streams.read(stream, follow=False) as reader:
@@ -77,7 +77,7 @@ def test_a_batch_write_appends_every_row_once_and_side_by_side(
     found = read_stream(client, name)
     assert found[:5] == before
     assert found[5:] == [make_row("a", number) for number in range(3000)]
-    assert client.call(lambda c: c.streams.describe(name)).next == 3005
+    assert client.call(lambda c: c.streams.describe(name)).end == 3005
 
 
 def test_nothing_of_a_batch_is_seen_before_all_of_it(
@@ -109,7 +109,7 @@ def test_a_write_that_fails_leaves_nothing_behind(
     with pytest.raises(Exception, match="no more"):
         save(broken, stage, stream=name)
     assert read_stream(client, name) == []
-    assert client.call(lambda c: c.streams.describe(name)).next == 0
+    assert client.call(lambda c: c.streams.describe(name)).end == 0
 
 
 def test_an_empty_frame_is_an_empty_batch(

@@ -148,7 +148,7 @@ def test_what_comes_while_a_trigger_waits_goes_into_it(
         assert planner.next_end(start) == start  # what it begins with is for the checkpoint
         planner.ranges(start, start)
         part = Part(name, 0)
-        assert planner.next_end(start)[part].next == start[part].next + grown
+        assert planner.next_end(start)[part].offset == start[part].offset + grown
 
 
 def test_a_connection_asks_once_what_a_stream_is(
@@ -166,7 +166,7 @@ def test_a_connection_asks_once_what_a_stream_is(
 
     monkeypatch.setattr(Stores, "describe", counted)
     pages = [link.call(lambda c: c.streams.fetch(name, 0)) for _ in range(3)]
-    assert [page.next for page in pages] == [10] * 3
+    assert [page.end for page in pages] == [10] * 3
     assert asked == [name]
 
 

@@ -108,7 +108,7 @@ class Load:
         self._stopping.set()
         await self._wait(asyncio.gather(*self._producers))
         async with self._client() as client:
-            end = (await client.streams.describe(STREAM, timeout=PATIENCE_S)).next
+            end = (await client.streams.describe(STREAM, timeout=PATIENCE_S)).end
             whole: list[Message] = []
             async with client.streams.read(
                 STREAM, "first", follow=False, patience=PATIENCE_S, on_gap=self._gap("the last reader")

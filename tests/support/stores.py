@@ -448,7 +448,7 @@ class Audit:
         except StreamError as err:
             self._wrong(f"reading {self.stream!r} from {self.at}: {type(err).__name__}: {err}")
             return
-        items += [(gap.first, gap.next, gap) for gap in gaps]
+        items += [(gap.first, gap.end, gap) for gap in gaps]
         self.take(sorted(items, key=lambda item: item[:2]))
 
     def take(self, items: list[tuple[int, int, StreamMessage | StreamGap]]) -> None:

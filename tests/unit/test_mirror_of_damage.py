@@ -40,7 +40,7 @@ async def test_a_store_that_refuses_the_reason_gets_one_that_it_knows() -> None:
     await mirror._write(0, 10, list(items))
     assert mirror.calls[0].items == items
     assert mirror.calls[1].items == [items[0], Hole(3, 9, 1), items[2]]
-    assert (len(mirror.calls), mirror.next) == (2, 10)
+    assert (len(mirror.calls), mirror.end) == (2, 10)
 
 
 @pytest.mark.parametrize("refusal", [StreamError("o", "promoted"), StreamUnavailable("o", "away")])

@@ -17,7 +17,7 @@ A, B = "9925e90b" + "a" * 24, "1d5410ec" + "b" * 24
 def stream(name: str, store: str, host: str) -> StreamInfo:
     fields: dict[str, Any] = {each.name: each.default for each in structs.fields(StreamInfo)}
     fields |= dict.fromkeys(
-        ("max_bytes", "max_messages", "oldest", "next", "messages", "size_bytes", "epoch", "created_us", "lost_messages"), 0
+        ("max_bytes", "max_messages", "oldest", "end", "messages", "size_bytes", "epoch", "created_us", "lost_messages"), 0
     )  # fmt: skip
     fields |= {"max_age": 0.0, "compact": False, "paused": False, "failed": "", "key_ids": []}
     return StreamInfo(

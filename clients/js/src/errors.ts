@@ -163,13 +163,13 @@ export class AmbiguousStream extends StreamError {
   override name = "AmbiguousStream";
 }
 
-/** The next offset of the stream is `next`, not the expected one. Nothing was stored. */
+/** The stream ends at offset `end`, not at the expected one. Nothing was stored. */
 export class OffsetConflict extends StreamError {
   override name = "OffsetConflict";
-  readonly next: number;
-  constructor(stream: string, detail: string, next: number) {
+  readonly end: number;
+  constructor(stream: string, detail: string, end: number) {
     super(stream, detail);
-    this.next = next;
+    this.end = end;
   }
 }
 

@@ -52,9 +52,9 @@ export class StreamMessage extends Message {
 
 /** Offsets that hold no message. */
 export interface StreamGap {
-  readonly offset: number;
+  readonly first: number;
   /** The first offset after it. */
-  readonly next: number;
+  readonly end: number;
   /** Messages that are known to be lost; null if nobody knows how many. */
   readonly count: number | null;
   readonly cause: string;
@@ -154,7 +154,7 @@ export class Streams {
         }
         if (offset < 0) {
           const info = await this.#info(log, parts);
-          offset = start === "first" ? info.oldest : info.next;
+          offset = start === "first" ? info.oldest : info.end;
         }
         return { log, fetched: await this.#fetch(log, parts, offset, waitMs, signal) };
       }, !follow);
@@ -168,7 +168,7 @@ export class Streams {
       for (const opening of opened) opening?.catch(() => undefined); // each is awaited in its turn
       for (const [i, item] of items.entries()) {
         const { covers, gap, messages } = await this.#item(log.definition, item, at, opened[i]);
-        if (gap && onGap && gap.next > offset) notify(onGap, gap);
+        if (gap && onGap && gap.end > offset) notify(onGap, gap);
         for (const message of messages) {
           if (message.offset < offset) continue;
           offset = message.offset + 1;
@@ -193,16 +193,16 @@ export class Streams {
     }, true);
   }
 
-  /** Return the oldest and the next offset, and how many messages there are. */
-  async describe(name: string, { uuid }: { uuid?: string | null } = {}): Promise<{ uuid: string; oldest: number; next: number; messages: number }> {
+  /** Return the oldest offset, where the stream ends, and how many messages it has. */
+  async describe(name: string, { uuid }: { uuid?: string | null } = {}): Promise<{ uuid: string; oldest: number; end: number; messages: number }> {
     checkName(name, "stream");
     return this.#retrying(name, streamUuid(uuid), 0, undefined, (log, parts) => this.#info(log, parts), true);
   }
 
-  async #info(log: Log, { stores }: Parts): Promise<{ uuid: string; oldest: number; next: number; messages: number }> {
+  async #info(log: Log, { stores }: Parts): Promise<{ uuid: string; oldest: number; end: number; messages: number }> {
     const answer = await stores.call(log, { op: "describe" }, TIMEOUT_MS);
     if (answer.op !== "described") throw refusal(log.definition.name, answer);
-    return { uuid: log.uuidHex, oldest: Number(answer.oldest), next: Number(answer.next), messages: Number(answer.messages) };
+    return { uuid: log.uuidHex, oldest: Number(answer.oldest), end: Number(answer.next), messages: Number(answer.messages) };
   }
 
   async #fetch(log: Log, { stores }: Parts, start: number, waitMs: number, signal: AbortSignal | undefined): Promise<Fields> {
@@ -246,11 +246,11 @@ export class Streams {
     if (type === 3) {
       const next = Number(item[2]);
       if (next <= at) throw new StreamDamaged(definition.name, "the store's answer has an empty hole");
-      return { covers: next, gap: { offset, next, count: null, cause: HOLES[Number(item[3])] ?? "removed" }, messages: [] };
+      return { covers: next, gap: { first: offset, end: next, count: null, cause: HOLES[Number(item[3])] ?? "removed" }, messages: [] };
     }
     if (type === 2) {
       const count = item[2] === null ? null : Number(item[2]);
-      return { covers: offset + 1, gap: { offset, next: offset + 1, count, cause: String(item[3]) }, messages: [] };
+      return { covers: offset + 1, gap: { first: offset, end: offset + 1, count, cause: String(item[3]) }, messages: [] };
     }
     if (!opened) throw new StreamDamaged(definition.name, `the store's answer has an item of the unknown type ${String(type)}`);
     return opened;
@@ -264,7 +264,7 @@ export class Streams {
     }
     const count = view(end).getUint32(12, true);
     const covers = offset + count;
-    const bad = (cause: string): Item => ({ covers, gap: { offset, next: covers, count, cause }, messages: [] });
+    const bad = (cause: string): Item => ({ covers, gap: { first: offset, end: covers, count, cause }, messages: [] });
     const key = this.#keyring.byId(keyId);
     if (!key) return bad("no key of the keyring opens it");
     if (!records(definition, kind, name)) return bad("the stream does not record what it is");
@@ -425,7 +425,7 @@ function takeBatch(queue: Appending[]): Appending[] {
 function settle(name: string, { resolve, reject, options }: Appending, outcome: unknown[] | undefined): void {
   const [status, value] = outcome ?? [];
   if ((status === 0 || status === 1) && value !== null) resolve(Number(value));
-  else if (status === 4) reject(new OffsetConflict(name, `the next offset is ${Number(value)}, not ${options.expect}`, Number(value)));
+  else if (status === 4) reject(new OffsetConflict(name, `the stream ends at offset ${Number(value)}, not ${options.expect}`, Number(value)));
   else if (status === 1) reject(new StreamError(name, "it was stored before, at an offset that the store does not know any more", true));
   else reject(new StreamUnavailable(name, "the store does not know this producer any more; append it again", false));
 }

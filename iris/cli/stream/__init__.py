@@ -110,7 +110,7 @@ def list_streams(
     """List the streams under your keys, by name.
 
     In a pipe, columns are separated by tabs, below a line of titles: name,
-    uuid, what it records, messages, bytes, oldest offset, next offset, state,
+    uuid, what it records, messages, bytes, oldest offset, end, state,
     host, id of the store. Without streams it says so on stderr. A terminal
     shows ids of stores if two stores of one host have streams.
 
@@ -158,7 +158,7 @@ def info(
     \b
     Examples:
       iris stream info orders
-      iris stream info orders --json | jq .next
+      iris stream info orders --json | jq .end
     """
 
     async def work() -> int:

@@ -108,7 +108,7 @@ async def _report_progress(mirror: Mirror, found: asyncio.Event) -> None:
 
 
 def _figures(mirror: Mirror) -> str:
-    return f"{mirror.name}: copied {mirror.copied}, next {mirror.next}, lag {mirror.lag}"
+    return f"{mirror.name}: copied {mirror.copied}, end {mirror.end}, lag {mirror.lag}"
 
 
 def promote(
@@ -150,7 +150,7 @@ def promote(
             info = await client.streams.promote(
                 name, record=record, place=place, force=force, uuid=uuid, timeout=timeout
             )
-        output.write(b"%d\n" % (info.replaced_at if place else info.next))
+        output.write(b"%d\n" % (info.replaced_at if place else info.end))
         return Exit.OK
 
     run(work)

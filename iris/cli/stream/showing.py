@@ -58,7 +58,7 @@ def facts(info: StreamInfo, *, human: bool) -> list[tuple[str, str]]:
         *([("partitions", str(info.partitions))] if info.partitions > 1 else []),
         ("messages", str(info.messages)),
         ("oldest", str(info.oldest)),
-        ("next", str(info.next)),
+        ("end", str(info.end)),
         ("bytes", size),
         ("max-bytes", limit(info.max_bytes, str(info.max_bytes), texts.size_text)),
         ("max-messages", limit(info.max_messages, str(info.max_messages), str)),
@@ -139,13 +139,13 @@ def print_streams(found: list[StreamInfo]) -> None:
     rows = []
     for info in found:
         size = texts.size_text(info.size_bytes) if human else str(info.size_bytes)
-        figures = (str(info.messages), size, str(info.oldest), str(info.next))
+        figures = (str(info.messages), size, str(info.oldest), str(info.end))
         uuid = (info.uuid,) if named else ()
         words = (info.name, *uuid, records(info), *figures, state(info), info.host)
         if several:
             words += (store_id(info, human),)
         rows.append(tuple(map(printable, words)))
-    figures = ("messages", "bytes", "oldest", "next")
+    figures = ("messages", "bytes", "oldest", "end")
     titles = (
         "name",
         *(("uuid",) if named else ()),
@@ -164,10 +164,10 @@ def print_partitions(parts: list[StreamInfo]) -> None:
     rows = []
     for info in parts:
         size = texts.size_text(info.size_bytes) if human else str(info.size_bytes)
-        figures = (str(info.messages), size, str(info.oldest), str(info.next))
+        figures = (str(info.messages), size, str(info.oldest), str(info.end))
         words = (str(info.partition), *figures, state(info), info.host, store_id(info, human))
         rows.append(tuple(map(printable, words)))
-    figures = ("messages", "bytes", "oldest", "next")
+    figures = ("messages", "bytes", "oldest", "end")
     titles = ("partition", *figures, "state", "host", "store")
     texts.print_table(titles, rows, right=("partition", *figures))
 

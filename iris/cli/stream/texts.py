@@ -116,7 +116,7 @@ def age_text(seconds: float) -> str:
 
 def gap_text(gap: StreamGap) -> str:
     """Return the line that reports offsets without messages."""
-    last = gap.next - 1
+    last = gap.end - 1
     where = f"offset {gap.first}" if last <= gap.first else f"offsets {gap.first} to {last}"
     if gap.partition:
         where += f" of partition {gap.partition}"

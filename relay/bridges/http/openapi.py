@@ -21,7 +21,7 @@ _PROBLEM: Final = {
         "may_have_run": {"type": "boolean", "description": "False only if nothing has run or was stored, so that sending it again is safe."},
         "code": {"type": "string", "description": "The code with which the handler refused."},
         "details": {"description": "The details with which the handler refused."},
-        "next": {"type": "integer", "description": "The offset that the next message of the stream gets."},
+        "end": {"type": "integer", "description": "The offset that the next message of the stream gets."},
     },
 }  # fmt: skip
 _MESSAGE: Final = {

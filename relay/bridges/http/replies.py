@@ -93,7 +93,7 @@ def problem_of(error: iris.IrisError) -> Problem:
                 text,
                 kind="offset-conflict",
                 title="Another offset",
-                next=error.next,
+                end=error.end,
                 may_have_run=False,
             )
         case iris.AmbiguousStream():

@@ -98,11 +98,11 @@ class StreamReaders:
         def on_gap(gap: iris.StreamGap) -> None:
             document = {
                 "first": gap.first,
-                "next": gap.next,
+                "end": gap.end,
                 "count": gap.count,
                 "cause": gap.cause,
             }
-            gaps.append(event(document, "gap", str(gap.next - 1)))
+            gaps.append(event(document, "gap", str(gap.end - 1)))
 
         found = await self._client.streams.describe(name)
         at = await self._client.streams.find(name, start, uuid=found.uuid)
@@ -132,7 +132,7 @@ class StreamReaders:
                         return
                     batch = None
                     if not messages:
-                        yield event({"next": reader.offset}, "end")
+                        yield event({"end": reader.offset}, "end")
                         return
                     self.events += len(messages)
                     yield b"".join(event(stream_document(each), "", str(each.offset)) for each in messages)  # fmt: skip

@@ -37,7 +37,7 @@ async def test_javascript_reads_what_python_published_pushed_and_appended(
     later = await page.run(READ, stream=name, start=offset)
     assert [entry[2] for entry in later] == [{"n": 3}]
     said = await page.run("return s.client.streams.describe(args.stream)", stream=name)
-    assert (said["messages"], said["next"]) == (3, offset + 1)
+    assert (said["messages"], said["end"]) == (3, offset + 1)
 
 
 async def test_javascript_follows_a_stream(page: Page, python: iris.Client, name: str) -> None:
@@ -112,7 +112,7 @@ async def test_what_retention_removed_is_a_gap(page: Page, python: iris.Client, 
         stream=name,
     )
     assert said["got"][-3:] == [7, 8, 9]
-    covered = sum(gap["next"] - gap["offset"] for gap in said["gaps"])
+    covered = sum(gap["end"] - gap["first"] for gap in said["gaps"])
     assert covered + len(said["got"]) >= 10
     assert {gap["cause"] for gap in said["gaps"] if gap["count"] is None} == {
         "removed by retention"

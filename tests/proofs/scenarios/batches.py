@@ -58,17 +58,17 @@ class Batches:
         attempts = (await asyncio.gather(*winners, *losers))[: len(parts)]
         self.ends.add(self.sent)
         info = await self._commit(attempts)
-        if (info.first, info.next) == (None, None):
+        if (info.first, info.end) == (None, None):
             self._outcome.break_(f"batch {self.committed} is below the last one")
             return
         assert info.first is not None
-        self._outcome.expect(f"batch {self.committed} is {info}", info.next == info.first + self.sent - first)  # fmt: skip
+        self._outcome.expect(f"batch {self.committed} is {info}", info.end == info.first + self.sent - first)  # fmt: skip
         self.acked |= {n: info.first + n - first for n in range(first, self.sent)}
         if rng.random() < 0.3:
             self.again["commits replayed"] += 1
             other = [] if rng.random() < 0.5 else attempts
             again = await self._commit(other)
-            same = (again.first, again.next, again.replayed) == (info.first, info.next, True)
+            same = (again.first, again.end, again.replayed) == (info.first, info.end, True)
             self._outcome.expect(f"batch {self.committed} is {again} when {info} is replayed", same)
         self.committed += 1
 

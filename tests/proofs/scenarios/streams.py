@@ -287,7 +287,7 @@ class Follower:
             ORDERS, 0, patience=2 * PATIENCE_S, on_gap=gaps.append
         ) as reader:
             async for messages in reader.batches():
-                items = [(g.first, g.next, g) for g in gaps]
+                items = [(g.first, g.end, g) for g in gaps]
                 gaps.clear()
                 self.audit.take(
                     sorted([*items, *((m.offset, m.offset + 1, m) for m in messages)], key=lambda i: i[:2])

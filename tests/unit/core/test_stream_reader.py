@@ -54,7 +54,7 @@ async def test_gaps_and_holes_side_by_side_are_reported_and_end_the_read() -> No
     items = [Hole(0, 4, 1), Gap(4, 7, "slow receiver", 1), Hole(5, 9, 2)]
     async with reader((items, 9)) as messages:
         assert [message async for message in messages] == []
-        assert [(gap.first, gap.next, gap.count) for gap in messages.gaps] == [(0, 4, 0), (4, 5, 7), (5, 9, 0)]  # fmt: skip
+        assert [(gap.first, gap.end, gap.count) for gap in messages.gaps] == [(0, 4, 0), (4, 5, 7), (5, 9, 0)]  # fmt: skip
 
 
 @pytest.mark.parametrize(

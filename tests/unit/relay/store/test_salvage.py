@@ -109,7 +109,7 @@ def check(streams: Path, before: tuple[dict[int, Item], int, int], report: Repor
     with Log.open(str(path)) as log:
         log.verify()
         assert log.uuid == UUID
-        assert (log.oldest, log.next) == (report.oldest, report.next)
+        assert (log.oldest, log.next) == (report.oldest, report.end)
         assert log.next == end
         assert log.epoch >= 1
         assert log.definition == b"\x80"
@@ -208,7 +208,7 @@ def test_one_damaged_block_costs_what_is_in_it_and_nothing_else(
     assert oldest < first < after < end
     size = sum(1500 for item in items.values() if first <= item.first < after)
     assert 20_000 < size < 60_000, "about a block"
-    assert (report.state, report.oldest, report.next, report.epoch) == ("salvaged", oldest, end, 1)
+    assert (report.state, report.oldest, report.end, report.epoch) == ("salvaged", oldest, end, 1)
     assert (report.end_from, report.also) == ("its mark", [])
     assert report.kept_at == str(streams / f"{UUID.hex()}.damaged-1")
     kept = {file.name: file.read_bytes() for file in Path(report.kept_at).glob("*.sst")}
@@ -238,7 +238,7 @@ def test_damage_is_reported_to_a_consumer_which_goes_on(
         missing: list[Hole] = []
         while (taken := consumer.take(b"w" * 16, 1 << 20, MANY, DUE_US * 2)).items:
             missing += [item for item in taken.items if isinstance(item, Hole)]
-        assert consumer.position == report.next
+        assert consumer.position == report.end
         assert Hole(first, after, Reason.DAMAGED) in missing
         assert consumer.counts.missed >= after - first
 
@@ -305,7 +305,7 @@ def test_synced_writes_that_are_gone_are_lost_offsets_up_to_the_mark(
     wal = max((streams / UUID.hex()).glob("*.log"), key=lambda file: file.stat().st_size)
     os.truncate(wal, wal.stat().st_size * 2 // 3)
     (report,) = salvage(streams)
-    assert report.lost[-1][1] == report.next == end
+    assert report.lost[-1][1] == report.end == end
     assert report.end_from == "its mark"
     assert any("producers" in one for one in report.also)
     assert report.records > 20
@@ -433,7 +433,7 @@ def test_a_full_disk_leaves_the_damaged_log_as_it_was(
 
 def test_the_report_writes_ranges_of_offsets_in_one_way() -> None:
     report = Report(
-        "orders", "07" * 16, "salvaged", records=39, messages=39, next=40, end_from="its mark"
+        "orders", "07" * 16, "salvaged", records=39, messages=39, end=40, end_from="its mark"
     )
     report.lost = [(20, 21), (30, 33)]
     text = "\n".join(_report_lines(report))
