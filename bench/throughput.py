@@ -24,13 +24,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import harness
 import uvloop
 from harness import BENCH, Result, Roles, iris_relays
 
 import iris
+from iris.core.credit import WhenFull, WhenQueueFull
 
 NUMBER = struct.Struct("<Q")
 MARKER = (1 << 64) - 1
@@ -64,7 +65,7 @@ class Options:
     send_buffer: int
     relays: int
     """1, or 2 with senders at one relay and receivers at the other."""
-    when_full: Literal["drop", "wait"] = "drop"
+    wait: bool = False
     """Whether the publisher waits for its subscribers."""
     rate: float = 0.0
     """Messages/s to offer; 0 for full speed."""
@@ -83,7 +84,7 @@ class Options:
             unbundled=args.topics >= TURN_MESSAGES,
             send_buffer=args.send_buffer,
             relays=args.relays,
-            when_full="wait" if args.wait else "drop",
+            wait=args.wait,
         )
 
     def json(self, **changes: Any) -> str:
@@ -133,14 +134,15 @@ class Check:
 
 async def subscriber(options: Options) -> Result:
     check = Check(options.topics)
+    when_full: WhenQueueFull = "wait" if options.wait else "drop-new"
     async with iris.connect() as client:
         if options.mode == "callback":
-            async with client.subscribe("bench.*", check.message, when_full=options.when_full):
+            async with client.subscribe("bench.*", check.message, when_full=when_full):
                 harness.say_ready()
                 await check.done.wait()
         else:
             take = check.message
-            async with client.subscribe("bench.*", when_full=options.when_full) as messages:
+            async with client.subscribe("bench.*", when_full=when_full) as messages:
                 harness.say_ready()
                 async for message in messages:
                     take(message)
@@ -157,7 +159,7 @@ async def publisher(options: Options) -> Result:
     async with iris.connect() as client:
         publish = client.publish
         offer = client.offer if options.verb == "offer" else None
-        when_full = options.when_full
+        when_full: WhenFull = "wait" if options.wait else "drop"
 
         async def send(first: int, after: int) -> None:
             for number in range(first, after):

@@ -22,7 +22,7 @@ from iris import client as _client
 from iris.audience import Audience
 from iris.config import ClientConfig
 from iris.core.bundle import Headers
-from iris.core.credit import WhenFull
+from iris.core.credit import WhenFull, WhenQueueFull
 from iris.core.interfaces import Loss
 from iris.core.message import Message
 from iris.crypto.keyring import Keyring
@@ -40,7 +40,7 @@ from iris.request_many import IN_FLIGHT, Outcome
 from iris.service import Service
 from iris.stats import Stats
 from iris.streams.blocking import Streams
-from iris.subscription import QUEUE_BYTES, Policy
+from iris.subscription import QUEUE_BYTES
 from iris.survey import Scope
 from iris.tracer import Tracer
 from iris.tunnel import EndOfTunnel
@@ -319,8 +319,8 @@ class Client(OneProcess):
 
     @contextlib.contextmanager
     def subscribe(
-        self, pattern: str, *, group: str | None = None, policy: Policy = "drop-new", limit_bytes: int = QUEUE_BYTES,
-        on_loss: Callable[[Loss], object] | None = None, when_full: WhenFull = "drop",
+        self, pattern: str, *, group: str | None = None, when_full: WhenQueueFull = "drop-new",
+        limit_bytes: int = QUEUE_BYTES, on_loss: Callable[[Loss], object] | None = None,
     ) -> Iterator[Iterator[Message]]:  # fmt: skip
         """Subscribe, and iterate over the messages in the block. See `iris.Client.subscribe`.
 
@@ -332,7 +332,7 @@ class Client(OneProcess):
 
         async def start() -> Any:
             subscription = self._client.subscribe(
-                pattern, group=group, policy=policy, limit_bytes=limit_bytes, on_loss=on_loss, when_full=when_full
+                pattern, group=group, when_full=when_full, limit_bytes=limit_bytes, on_loss=on_loss
             )  # fmt: skip
             return await subscription.__aenter__()
 

@@ -20,7 +20,7 @@ from iris.audience import Audience, ask_audience, wait_for_subscribers
 from iris.calls import Calls
 from iris.config import ClientConfig
 from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers
-from iris.core.credit import WhenFull
+from iris.core.credit import WhenFull, WhenQueueFull
 from iris.core.interfaces import Loss
 from iris.crypto.keyring import Keyring
 from iris.deadlines import (
@@ -51,7 +51,7 @@ from iris.misuse import AsyncOnly
 from iris.parameters import Provided
 from iris.service import Service
 from iris.serving import ServiceBinding
-from iris.subscription import QUEUE_BYTES, Policy, Subscription
+from iris.subscription import QUEUE_BYTES, Subscription
 from iris.survey import Scope, scoped
 from iris.tracer import Tracer, default_tracer
 from iris.wire import frames
@@ -260,8 +260,8 @@ class Client(Calls, AsyncOnly):
 
     def subscribe(
         self, pattern: str, handler: Callable[..., object] | None = None, *, group: str | None = None,
-        policy: Policy = "drop-new", limit_bytes: int = QUEUE_BYTES, on_loss: Callable[[Loss], object] | None = None,
-        concurrency: int = 1, when_full: WhenFull = "drop",
+        when_full: WhenQueueFull = "drop-new", limit_bytes: int = QUEUE_BYTES,
+        on_loss: Callable[[Loss], object] | None = None, concurrency: int = 1,
     ) -> Subscription:  # fmt: skip
         """Subscribe to the topics that match `pattern`: with a `handler`, or with `async for` over the subscription.
 
@@ -276,7 +276,7 @@ class Client(Calls, AsyncOnly):
         `Message`.
 
         Subscriptions with the same `group` share the messages: each bundle goes to one of them. See
-        `Subscription` for `policy`, `limit_bytes`, `concurrency` and `when_full`.
+        `Subscription` for `when_full`, `limit_bytes` and `concurrency`.
 
         Raises:
             InvalidName: the filter or the group is not allowed.
@@ -287,7 +287,7 @@ class Client(Calls, AsyncOnly):
         make: Callable[..., Subscription]
         make = Subscription if self._tracer is None else self._tracer.subscription
         return make(
-            self._runtime, pattern, callback, group, policy, limit_bytes, on_loss, concurrency, when_full
+            self._runtime, pattern, callback, group, when_full, limit_bytes, on_loss, concurrency
         )  # fmt: skip
 
     # -- serving ---------------------------------------------------------------------------------------------

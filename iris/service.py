@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from iris.awaiting import check_callback, check_function
 from iris.config import Limits
-from iris.core.credit import WhenFull
+from iris.core.credit import WhenQueueFull
 from iris.errors import ConfigError, InvalidName
 from iris.handlers import Handler
 from iris.methods import Methods, check_served
@@ -38,7 +38,7 @@ class Topic(NamedTuple):
     group: str
     handler: Handler
     concurrency: int
-    when_full: WhenFull
+    when_full: WhenQueueFull
 
 
 class Service:
@@ -213,7 +213,7 @@ class Service:
         *,
         group: str | None = None,
         concurrency: int = 1,
-        when_full: WhenFull = "drop",
+        when_full: WhenQueueFull = "drop-new",
         threads: int = 0,
     ) -> Callable[[F], F]:
         """Decorator: handle publications to topics that match the filter `pattern`.

@@ -6,12 +6,12 @@ import asyncio
 import inspect
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Self, get_args
 
 from iris.awaiting import check_callback, finished, is_late
 from iris.checks import check_whole
 from iris.contexts import Contexts, Late
-from iris.core.credit import MIN_QUEUE_BYTES, WhenFull
+from iris.core.credit import MIN_QUEUE_BYTES, WhenQueueFull
 from iris.core.interfaces import Loss
 from iris.core.message import Message
 from iris.deadlines import within
@@ -32,7 +32,6 @@ QUEUE_BYTES: Final = 64 << 20
 """Default of `limit_bytes`."""
 
 CoroutineHandler = Callable[[Message], Awaitable[Any]]
-Policy = Literal["drop-new", "drop-old", "cut"]
 
 
 class Subscription(OneProcess, AsyncOnly):
@@ -43,17 +42,15 @@ class Subscription(OneProcess, AsyncOnly):
     goes to one of them. To leave a group without a loss while a task iterates, call `close` in another task, and the
     iterator ends after the last message.
 
-    The queue holds up to `limit_bytes` of messages that have not been handled. When it is full, `policy` decides:
+    The queue holds up to `limit_bytes` of messages that have not been handled. `when_full` says what happens then:
 
     * "drop-new" (default): new messages are dropped
     * "drop-old": the messages that have waited longest are dropped
-    * "cut": the subscription ends, and its iterator raises Overloaded
+    * "close": the subscription ends, and its iterator raises Overloaded
+    * "wait": publishers that use `publish(..., when_full="wait")` wait until there is room. New messages of others are
+      dropped, and so are those of a publisher that has waited for its `stall_s`, until half of its window is free
 
     Each loss is counted in `lost_messages`, reported to `on_loss`, and listed in the client's `losses` and log.
-
-    With `when_full="wait"`, publishers that use `publish(..., when_full="wait")` wait while the queue is full,
-    so that nothing is lost. A publisher that has waited for its `stall_s` goes on; its messages are then
-    dropped for this subscription until half of its window is free.
 
     A coroutine handler runs at most `concurrency` times at once, and once at a time for each publisher and topic, so
     that their messages are handled in order.
@@ -63,17 +60,17 @@ class Subscription(OneProcess, AsyncOnly):
 
     def __init__(
         self, runtime: Runtime, pattern: str, handler: Callable[[Message], object] | None, group: str | None,
-        policy: Policy = "drop-new", limit_bytes: int = QUEUE_BYTES, on_loss: Callable[[Loss], object] | None = None,
-        concurrency: int = 1, when_full: WhenFull = "drop",
+        when_full: WhenQueueFull = "drop-new", limit_bytes: int = QUEUE_BYTES,
+        on_loss: Callable[[Loss], object] | None = None, concurrency: int = 1,
     ) -> None:  # fmt: skip
         check_filter(pattern)
         group = optional(group, check_group)
         attachment = runtime.attached()
         check_callback("on_loss", on_loss)
-        if policy not in ("drop-new", "drop-old", "cut"):
-            raise ConfigError(f"policy must be 'drop-new', 'drop-old' or 'cut', not {policy!r}")
-        if when_full not in ("drop", "wait"):
-            raise ConfigError(f"when_full must be 'drop' or 'wait', not {when_full!r}")
+        if when_full not in get_args(WhenQueueFull):
+            raise ConfigError(
+                f"when_full must be 'drop-new', 'drop-old', 'close' or 'wait', not {when_full!r}"
+            )
         check_whole("limit_bytes", limit_bytes, 1)
         if when_full == "wait" and limit_bytes < MIN_QUEUE_BYTES:
             raise ConfigError(
@@ -104,7 +101,7 @@ class Subscription(OneProcess, AsyncOnly):
         """What a plain handler returned last, so that the look at what it returns costs next to nothing."""
         self._begun: Late | None = None
         """What a plain handler returned for the message in front, until the task of the handler awaits it."""
-        self._policy = policy
+        self._when_full = when_full
         self.limit_bytes = limit_bytes
         """Size of the queue in bytes."""
         self.waits = when_full == "wait"
@@ -388,7 +385,7 @@ class Subscription(OneProcess, AsyncOnly):
 
     def _enqueue(self, messages: list[Message], size: int) -> None:
         if self._error is not None:
-            self._drop(messages)  # it was cut
+            self._drop(messages)  # it was full, and closed
         elif self._queued_bytes + size > self.limit_bytes and (self._queue or self._lanes):
             self._on_full(messages, size)
         else:
@@ -418,7 +415,7 @@ class Subscription(OneProcess, AsyncOnly):
             self._worker.add_done_callback(self._worker_ended)
 
     def _on_full(self, messages: list[Message], size: int) -> None:
-        if self._policy == "drop-old":
+        if self._when_full == "drop-old":
             while self._queued_bytes + size > self.limit_bytes:
                 oldest = self._oldest()
                 if oldest is None:
@@ -429,11 +426,11 @@ class Subscription(OneProcess, AsyncOnly):
             self._put(messages, size)
         else:
             self._drop(messages)
-            if self._policy == "cut" and not self._ended:
+            if self._when_full == "close" and not self._ended:
                 self.end(
                     Overloaded(
                         self.filter,
-                        f"the subscription was cut, because its queue of {self.limit_bytes} bytes was full (policy='cut')",
+                        f"the subscription was closed, because its queue of {self.limit_bytes} bytes was full (when_full='close')",
                     )
                 )
 

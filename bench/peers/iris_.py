@@ -57,7 +57,8 @@ class IrisSender(Sender):
 
 class Iris(Peer):
     name = "iris"
-    when_full: WhenFull = "drop"
+    waits = False
+    """Whether publishers wait for subscribers."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         super().__init__(setup)
@@ -85,14 +86,16 @@ class Iris(Peer):
         return made
 
     async def publisher(self, topic: str = TOPIC) -> Publisher:
-        return IrisPublisher(await self._connect(0), topic, self.when_full)
+        return IrisPublisher(await self._connect(0), topic, "wait" if self.waits else "drop")
 
     async def subscriber(self, took: Took, topic: str = TOPIC) -> None:
         def take(message: iris.Message) -> None:
             took(message.payload)
 
         client = await self._connect(1)
-        await self._keep(client.subscribe(topic, take, when_full=self.when_full))
+        await self._keep(
+            client.subscribe(topic, take, when_full="wait" if self.waits else "drop-new")
+        )
 
     async def replier(self) -> None:
         service = iris.Service(CLUSTER)

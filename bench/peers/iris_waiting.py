@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from peers.iris_ import Iris, WhenFull
+from peers.iris_ import Iris
 
 
 class IrisWaiting(Iris):
-    when_full: WhenFull = "wait"
+    waits = True
 
 
 PEER = IrisWaiting

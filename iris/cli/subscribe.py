@@ -64,7 +64,7 @@ def subscribe(
         async with (
             connect(relay) as client,
             client.subscribe(
-                pattern, group=group, on_loss=_report_loss, when_full="wait" if wait else "drop"
+                pattern, group=group, on_loss=_report_loss, when_full="wait" if wait else "drop-new"
             ) as messages,
         ):
             async for message in messages:

@@ -19,7 +19,9 @@ from iris.wire import frames
 from iris.wire.kinds import UNLIMITED, Kind
 
 WhenFull = Literal["drop", "wait"]
-"""What to do when a subscriber is slower than its publisher. Publishers wait only if both sides choose "wait"."""
+"""What a publisher does while a subscriber is full. It waits only for subscriptions that choose "wait", too."""
+WhenQueueFull = Literal["drop-new", "drop-old", "close", "wait"]
+"""What a subscription does when its queue is full."""
 FIRST_WINDOW: Final = 64 << 10
 """Bytes that may be sent before the first WINDOW, and the initial window size."""
 MAX_WINDOW: Final = 4 << 20

@@ -307,7 +307,7 @@ async def test_one_message_that_takes_long_holds_up_its_own_publisher_and_topic_
             await until(lambda: seen == [b"beside", b"slow", b"behind"])
 
 
-async def test_a_full_queue_of_lanes_drops_what_its_policy_says_and_reports_it() -> None:
+async def test_a_full_queue_of_lanes_drops_what_it_was_told_to_and_reports_it() -> None:
     go_on = asyncio.Event()
     seen: list[bytes] = []
 
@@ -315,12 +315,12 @@ async def test_a_full_queue_of_lanes_drops_what_its_policy_says_and_reports_it()
         await go_on.wait()
         seen.append(message.payload[:1])
 
-    for policy, kept in (("drop-new", [b"0", b"1"]), ("drop-old", [b"0", b"4"])):
+    for when_full, kept in (("drop-new", [b"0", b"1"]), ("drop-old", [b"0", b"4"])):
         seen.clear()
         go_on.clear()
         async with LocalCluster() as cluster, cluster.client() as one, named(cluster, "s") as party:
             subscription = party.subscribe(
-                "t", handle, policy=policy, limit_bytes=3000, concurrency=2  # type: ignore[arg-type]
+                "t", handle, when_full=when_full, limit_bytes=3000, concurrency=2  # type: ignore[arg-type]
             )  # fmt: skip
             await subscription.ready()
             for number in range(5):

@@ -5,16 +5,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from integration.kit import Collector, echo_service, fill, freeze, named
 from support.waiting import until
 
 import iris
+from iris.core.credit import MIN_QUEUE_BYTES, WhenQueueFull
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
-from iris.subscription import Policy
 from iris.testing import LocalCluster
 from iris.wire.names import matches
 
@@ -198,20 +198,23 @@ async def test_iteration_ends_when_the_client_is_closed() -> None:
         assert await task == [b"last"]
 
 
-@pytest.mark.parametrize("policy", ["drop-new", "drop-old", "cut"])
-async def test_a_full_subscription_keeps_to_its_policy_and_reports_the_exact_gap(
-    policy: Policy,
+@pytest.mark.parametrize("when_full", get_args(WhenQueueFull))
+async def test_a_full_subscription_does_what_it_was_told_and_reports_the_exact_loss(
+    when_full: WhenQueueFull,
 ) -> None:
     gaps = Collector()
+    limit_bytes = MIN_QUEUE_BYTES if when_full == "wait" else 3000
     async with LocalCluster() as cluster, cluster.client() as pub, cluster.client() as sub:
-        async with sub.subscribe("t", policy=policy, limit_bytes=3000, on_loss=gaps.gap) as slow:
-            for n in range(100):
-                await pub.publish("t", b"%d" % n + b" " * 200)
+        async with sub.subscribe(
+            "t", when_full=when_full, limit_bytes=limit_bytes, on_loss=gaps.gap
+        ) as slow:
+            for n in range(100):  # this publisher does not wait
+                await pub.publish("t", b"%d" % n + b" " * (limit_bytes // 15))
                 await pub.flush()
             await cluster.settle()
             messages: list[iris.Message] = []
-            if policy == "cut":
-                with pytest.raises(iris.Overloaded, match="cut"):
+            if when_full == "close":
+                with pytest.raises(iris.Overloaded, match=r"when_full='close'"):
                     await fill(messages, slow)
             else:
                 await slow.close()  # what is queued is still there
@@ -219,17 +222,17 @@ async def test_a_full_subscription_keeps_to_its_policy_and_reports_the_exact_gap
             got = [int(message.payload) for message in messages]
             assert len(got) + gaps.lost == 100
             assert 5 < len(got) < 20
-            expected = range(100 - len(got), 100) if policy == "drop-old" else range(len(got))
+            expected = range(100 - len(got), 100) if when_full == "drop-old" else range(len(got))
             assert got == list(expected)
             assert slow.lost_messages == gaps.lost
             assert sub.counters["slow subscriber"] == gaps.lost
             assert {gap.cause for gap in gaps.gaps} == {"slow subscriber"}
 
 
-async def test_a_subscription_that_was_cut_takes_nothing_more() -> None:
+async def test_a_subscription_that_was_full_and_closed_takes_nothing_more() -> None:
     gaps = Collector()
     async with LocalCluster() as cluster, cluster.client() as pub, cluster.client() as sub:
-        async with sub.subscribe("t", policy="cut", limit_bytes=500, on_loss=gaps.gap) as slow:
+        async with sub.subscribe("t", when_full="close", limit_bytes=500, on_loss=gaps.gap) as slow:
             for n in range(10):
                 await pub.publish("t", b"%d" % n + b" " * 200)
                 await pub.flush()
@@ -249,7 +252,7 @@ async def test_a_subscription_that_was_cut_takes_nothing_more() -> None:
             assert len(got) + gaps.lost == 10 + len(got), "each later one is lost, and reported"
 
 
-async def test_a_slow_coroutine_handler_is_bounded_by_the_same_policy() -> None:
+async def test_a_slow_coroutine_handler_is_bounded_in_the_same_way() -> None:
     got, release = Collector(), asyncio.Event()
 
     async def slow(message: iris.Message) -> None:
@@ -545,8 +548,6 @@ async def test_a_filter_outside_the_grammar_is_refused(pattern: str) -> None:
     async with LocalCluster() as cluster, cluster.client() as client:
         with pytest.raises(iris.InvalidName):
             client.subscribe(pattern)
-        with pytest.raises(iris.ConfigError):
-            client.subscribe("a", policy="keep-all")  # type: ignore[arg-type]  # the mistake under test
 
 
 async def test_an_event_is_compared_with_no_exact_topic_but_its_own(

@@ -245,14 +245,24 @@ async def test_a_service_asks_for_it_likewise() -> None:
             await until(lambda: len(slow.messages) == number + 1)
 
 
-def test_what_is_not_one_of_the_two_is_refused() -> None:
+def test_what_is_not_one_of_the_choices_is_refused_with_their_names() -> None:
     async def ask() -> None:
         async with LocalCluster() as cluster, cluster.client() as client:
-            wrong: Any = "block"
-            with pytest.raises(iris.ConfigError, match=r"when_full .*'block'"):
-                await client.publish("t", b"", when_full=wrong)
-            with pytest.raises(iris.ConfigError, match=r"when_full .*'block'"):
-                client.subscribe("t", when_full=wrong)
+            wrong: Any
+            for wrong in ("block", "drop-new", None, ["wait"]):
+                with pytest.raises(iris.ConfigError) as publishing:
+                    await client.publish("t", b"", when_full=wrong)
+                assert str(publishing.value) == f"when_full must be 'drop' or 'wait', not {wrong!r}"
+            for wrong in ("block", "drop", "cut", None, ["wait"]):
+                text = f"when_full must be 'drop-new', 'drop-old', 'close' or 'wait', not {wrong!r}"
+                with pytest.raises(iris.ConfigError) as subscribing:
+                    client.subscribe("t", when_full=wrong)
+                assert str(subscribing.value) == text
+                service = iris.Service("watchers")
+                service.on_publish("t", when_full=wrong)(lambda message: None)
+                with pytest.raises(iris.ConfigError) as serving:
+                    await client.serve(service).__aenter__()
+                assert str(serving.value) == text
             with pytest.raises(iris.ConfigError, match=r"limit_bytes .*4194304 .*1000"):
                 client.subscribe("t", when_full="wait", limit_bytes=1000)
 

@@ -10,6 +10,6 @@ export { ClusterKey, Keyring, topicSecret, type KeyringEntries } from "./keys.ts
 export { Message, type Loss } from "./messages.ts";
 export { Binding, IncomingMessage, Service, type Handler, type ServiceOptions, type TunnelHandler } from "./service.ts";
 export { StreamMessage, Streams, type AppendOptions, type ReadOptions, type StreamGap } from "./streams.ts";
-export { Subscription, type Policy, type SubscribeOptions } from "./subscriptions.ts";
+export { Subscription, type SubscribeOptions, type WhenFull } from "./subscriptions.ts";
 export { Survey, type Answer } from "./survey.ts";
 export { Tunnel } from "./tunnel.ts";

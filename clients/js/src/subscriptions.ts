@@ -20,13 +20,13 @@ const QUEUE_BYTES = 8_388_608;
 const QUEUED_EXTRA = 256;
 const MAX_TOPICS = 4096;
 
-export type Policy = "drop-new" | "drop-old" | "cut";
+export type WhenFull = "drop-new" | "drop-old" | "close";
 
 export interface SubscribeOptions {
   /** Subscriptions of one group share the messages: each bundle goes to one of them. */
   readonly group?: string | null;
   /** What to do when the queue is full: drop the new messages, the oldest ones, or end the subscription. */
-  readonly policy?: Policy;
+  readonly whenFull?: WhenFull;
   /** Bytes of messages that were not iterated over yet. */
   readonly limitBytes?: number;
   /** Called with each loss. */
@@ -45,7 +45,7 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
   /** Value of the guard's epoch since when the subscription is followed without a break. */
   since = Infinity;
 
-  readonly #policy: Policy;
+  readonly #whenFull: WhenFull;
   readonly #limit: number;
   readonly #onLoss: ((loss: Loss) => void) | undefined;
   readonly #troubles: Troubles;
@@ -64,14 +64,16 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
 
   /** Made by `Client.subscribe`. */
   constructor(filter: string, options: SubscribeOptions, troubles: Troubles, close: (subscription: Subscription) => Promise<void>) {
-    const { policy = "drop-new", limitBytes = QUEUE_BYTES, onLoss, signal } = options;
+    const { whenFull = "drop-new", limitBytes = QUEUE_BYTES, onLoss, signal } = options;
     checkFilter(filter);
     this.group = groupName(options.group);
-    if (!["drop-new", "drop-old", "cut"].includes(policy)) throw new ConfigError(`policy must be 'drop-new', 'drop-old' or 'cut'`);
+    if (!["drop-new", "drop-old", "close"].includes(whenFull)) {
+      throw new ConfigError(`whenFull must be 'drop-new', 'drop-old' or 'close', not '${String(whenFull)}'`);
+    }
     if (!Number.isSafeInteger(limitBytes) || limitBytes < 1) throw new ConfigError("limitBytes must be a whole number above 0");
     signal?.throwIfAborted();
     this.filter = filter;
-    this.#policy = policy;
+    this.#whenFull = whenFull;
     this.#limit = limitBytes;
     this.#onLoss = onLoss;
     this.#troubles = troubles;
@@ -125,12 +127,12 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
   /** Whether `message` may be queued now. `left` counts it and those that came with it after it. */
   #makeRoom({ name, source }: Message, left: number, size: number): boolean {
     const loss = (count: number): Loss => ({ kind: "publish", name, source, count, cause: "the subscription's queue is full" });
-    if (this.#policy === "cut") {
+    if (this.#whenFull === "close") {
       this.end(new Overloaded(this.filter, `the queue of ${this.#limit} bytes is full`));
       void this.#close(this);
       return false;
     }
-    if (this.#policy === "drop-new") {
+    if (this.#whenFull === "drop-new") {
       this.gap(loss(left), "queue full");
       return false;
     }

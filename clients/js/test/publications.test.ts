@@ -6,7 +6,8 @@ import { Casts } from "../src/casts.ts";
 import { Kind } from "../src/frames.ts";
 import { Guard } from "../src/guard.ts";
 import type { Loss } from "../src/messages.ts";
-import { Subscription, Subscriptions, type SubscribeOptions } from "../src/subscriptions.ts";
+import { Overloaded } from "../src/errors.ts";
+import { Subscription, Subscriptions, type SubscribeOptions, type WhenFull } from "../src/subscriptions.ts";
 import { encodePayload } from "../src/messages.ts";
 import { Troubles } from "../src/troubles.ts";
 import { End, KEY, KEYRING, settled } from "./pair.ts";
@@ -210,6 +211,37 @@ test("what nobody iterates over when a member leaves its group is reported", asy
   for await (const { value } of worker) if (value === 1) break;
   assert.deepEqual(world.counts, [2]);
   assert.equal(worker.lostMessages, 2);
+});
+
+test("a full subscription drops new messages, drops old ones, or closes", async () => {
+  const room = 600; // for two messages
+  const filled = async (whenFull: WhenFull): Promise<[Subscription, World]> => {
+    const world = await World.make();
+    const subscription = await world.subscribe("news", { whenFull, limitBytes: room });
+    for (let i = 0; i < 5; i++) await world.deliver(await world.publish(i));
+    return [subscription, world];
+  };
+  for (const [whenFull, kept] of [["drop-new", [0, 1]], ["drop-old", [3, 4]]] as const) {
+    const [subscription, world] = await filled(whenFull);
+    assert.equal(subscription.lostMessages, 3);
+    assert.deepEqual(world.counts, [1, 1, 1]);
+    assert.deepEqual(await queued(subscription), kept);
+  }
+  const [closed] = await filled("close");
+  const values: unknown[] = [];
+  await assert.rejects(async () => {
+    for await (const { value } of closed) values.push(value);
+  }, Overloaded);
+  assert.deepEqual(values, [0, 1]);
+});
+
+test("what a subscription cannot do when it is full is refused, with what it can do", async () => {
+  const world = await World.make();
+  for (const wrong of ["cut", "wait", "drop"]) {
+    await assert.rejects(world.subscribe("news", { whenFull: wrong as WhenFull }), {
+      name: "ConfigError", message: `whenFull must be 'drop-new', 'drop-old' or 'close', not '${wrong}'`,
+    });
+  }
 });
 
 test("a message that does not open, or is too old, is reported as lost", async () => {

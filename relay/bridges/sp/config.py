@@ -17,7 +17,7 @@ import msgspec
 
 import iris
 from iris import ConfigError, InvalidName
-from iris.core.credit import MIN_QUEUE_BYTES, WhenFull
+from iris.core.credit import MIN_QUEUE_BYTES
 
 Protocol = Literal[
     "rep", "req", "respondent", "surveyor", "sub", "pub", "pull", "push", "bus", "pair"
@@ -109,7 +109,7 @@ class SocketConfig:
     group: str = ""
     """pub, push: queue group of the subscriptions. Bridges of one group share the publications."""
 
-    when_full: WhenFull = "drop"
+    when_full: Literal["drop-new", "wait"] = "drop-new"
     """pub: with `wait`, nothing is passed to nng while the slowest peer is half of `queue_messages`
     behind.
 

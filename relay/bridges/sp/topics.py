@@ -125,7 +125,7 @@ class SubscribingBridge(Bridge):
                 once(topics[:number]),
                 group=group,
                 limit_bytes=self.config.queue_bytes,
-                when_full="wait" if waits else "drop",
+                when_full="wait" if waits else "drop-new",
             )
             for number, pattern in enumerate(topics)
         ]

@@ -318,7 +318,7 @@ async def test_a_slow_subscription_reports_what_it_drops(
     await page.run(
         """s.gaps = [];
         s.sub = s.client.subscribe(args.name, {limitBytes: 2000, onLoss: (lost) => s.gaps.push(lost)});
-        s.cut = s.client.subscribe(args.name, {limitBytes: 2000, policy: "cut", group: "g"});
+        s.cut = s.client.subscribe(args.name, {limitBytes: 2000, whenFull: "close", group: "g"});
         await Promise.all([s.sub.ready, s.cut.ready]);""",
         name=name,
     )

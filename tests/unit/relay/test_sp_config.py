@@ -81,6 +81,10 @@ def entry(text: str) -> SocketConfig:
         ),
         (PUB.replace('[">"]', '["a..b"]'), "socket 1: topics: 'a..b' is not a topic filter"),
         (PUB.replace('[">"]', "[]"), "socket 1: topics: missing"),
+        (
+            PUB + 'when_full = "drop"',
+            "socket 1: when_full: 'drop' is not one of drop-new, wait",
+        ),
         (PUB + 'under = "old."', "socket 1: topics: '>' does not begin with 'old.'"),
         (SUB + 'under = "old"', "socket 1: under: 'old' does not end with '.'"),
         (SUB + 'separator = ""', "socket 1: separator: empty"),
