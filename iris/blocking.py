@@ -14,11 +14,13 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, overload
 
 from iris import client as _client
+from iris import iterating
 from iris.audience import Audience
 from iris.config import ClientConfig
 from iris.core.bundle import Headers
@@ -26,7 +28,7 @@ from iris.core.credit import WhenFull, WhenQueueFull
 from iris.core.interfaces import Loss
 from iris.core.message import Message
 from iris.crypto.keyring import Keyring
-from iris.deadlines import HANDLED, carried_on, handled_us
+from iris.deadlines import HANDLED, carried_on, deadline, handled_us, seconds_left
 from iris.describing import Description, PerMember, Ping
 from iris.errors import Closed, ConfigError, RemoteError
 from iris.forks import disable_in_child, keep_in_child
@@ -43,7 +45,6 @@ from iris.streams.blocking import Streams
 from iris.subscription import QUEUE_BYTES
 from iris.survey import Scope
 from iris.tracer import Tracer
-from iris.tunnel import EndOfTunnel
 from iris.tunnel import Tunnel as _AsyncTunnel
 
 if TYPE_CHECKING:
@@ -321,7 +322,7 @@ class Client(OneProcess):
     def subscribe(
         self, pattern: str, *, group: str | None = None, when_full: WhenQueueFull = "drop-new",
         limit_bytes: int = QUEUE_BYTES, on_loss: Callable[[Loss], object] | None = None,
-    ) -> Iterator[Iterator[Message]]:  # fmt: skip
+    ) -> Iterator[Items[Message]]:  # fmt: skip
         """Subscribe, and iterate over the messages in the block. See `iris.Client.subscribe`.
 
         with client.subscribe("orders.>") as messages:
@@ -338,7 +339,7 @@ class Client(OneProcess):
 
         subscription = self._run(start())
         try:
-            yield _Items(self, subscription)
+            yield Items(self, subscription)
         finally:
             self._end(subscription.close())
 
@@ -411,9 +412,9 @@ class Client(OneProcess):
         """See `iris.Client.members`."""
         return self._run(self._client.members(cluster, timeout=timeout))
 
-    def watch_members(self, cluster: str) -> Iterator[Members]:
+    def watch_members(self, cluster: str) -> Items[Members]:
         """See `iris.Client.watch_members`."""
-        return _Items(self, self._client.watch_members(cluster))
+        return Items(self, self._client.watch_members(cluster))
 
     def wait_for_members(self, cluster: str, count: int, *, timeout: float) -> Members:
         """See `iris.Client.wait_for_members`."""
@@ -519,37 +520,70 @@ class Client(OneProcess):
         self._loop.close()
 
 
-class _Items(OneProcess, Iterator[T]):
-    """Iterates over what an iterator on the client's thread yields. Several threads may take items of it.
+class Items(OneProcess, Iterator[T]):
+    """What arrives one after another: iterate over it, or take one item at a time with `next`. For any thread.
 
     A `next` that is interrupted takes nothing: the one after it returns the item.
     """
 
-    def __init__(self, client: Client, items: AsyncIterator[T]) -> None:
+    _next: concurrent.futures.Future[T] | None = None
+    """The wait for the next item, if one was interrupted."""
+
+    def __init__(self, client: Client, items: iterating.Items[T]) -> None:
         self._client = client
         self._items = items
         self._turn = threading.Lock()
-        self._next: concurrent.futures.Future[T] | None = None
-        """The wait for the next item, if one was interrupted."""
 
     def __next__(self) -> T:
+        return self.next()
+
+    def next(self, *, timeout: float | None = None) -> T:
+        """Return the next item, as `next(items)` does. Raises StopIteration at the end.
+
+        Raises RequestTimeout if nothing arrives within `timeout` seconds. That takes and ends nothing: what arrives
+        later is returned by the next call.
+        """
         if (
             self._client._unusable is _FORKED
         ):  # before the lock, which may be held by a thread of the parent
             raise Closed(f"this client {_FORKED}")
-        with self._turn:
+        if timeout is None:
+            with self._turn:
+                return self._take(None)
+        until_s = deadline(timeout)
+        with contextlib.suppress(iterating.Late):
+            if self._turn.acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
+                try:
+                    return self._take(until_s)
+                finally:
+                    self._turn.release()
+        raise iterating.late(self._items._of, timeout)
+
+    def _take(self, until_s: float | None) -> T:
+        """Return the next item. Raises Late after the monotonic time `until_s`."""
+        while True:
+            left_s = None if until_s is None else seconds_left(until_s)
+            begun = self._next is not None
             try:
                 if self._next is None:
-                    self._next = self._client._begin(self._following())
+                    self._next = self._client._begin(self._following(left_s))
             except Closed:
                 if not self._client._unusable:
                     raise
                 return self._left()
             following = self._next
             try:
-                return following.result()
+                # An interrupted wait has another limit. A new one has this limit, and takes nothing after it.
+                return following.result(left_s if begun else None)
             except (StopAsyncIteration, concurrent.futures.CancelledError):
                 raise StopIteration from None
+            except iterating.Late:
+                if until_s is not None and time.monotonic() >= until_s:
+                    raise
+            except TimeoutError:
+                if following.done():
+                    raise
+                raise iterating.Late from None
             finally:
                 if following.done():
                     self._next = None
@@ -558,12 +592,12 @@ class _Items(OneProcess, Iterator[T]):
         if self._next is not None and self._client._unusable is not _FORKED:
             self._next.cancel()
 
-    async def _following(self) -> T:
-        return await anext(self._items)
+    async def _following(self, timeout: float | None) -> T:
+        return await iterating.in_time(anext(self._items), timeout)
 
     def _left(self) -> T:
         """Return the next of the items that had arrived before the client was closed. Its loop has ended."""
-        following = self._following()
+        following = self._following(None)
         try:
             following.send(None)
         except StopIteration as end:
@@ -590,7 +624,7 @@ class Answers(list[T]):
         """Ids of the members that were asked and did not answer in time."""
 
 
-class Tunnel(OneProcess):
+class Tunnel(OneProcess, Iterator[bytes]):
     """`iris.Tunnel` for threads. Each call blocks its thread until it is done."""
 
     def __init__(
@@ -608,13 +642,16 @@ class Tunnel(OneProcess):
         received: bytes = self._run(self._tunnel.recv(limit_bytes=limit_bytes))
         return received
 
-    def __iter__(self) -> Iterator[bytes]:
-        while True:
-            try:
-                message = self.recv()
-            except EndOfTunnel:
-                return
-            yield message
+    def __next__(self) -> bytes:
+        return self.next()
+
+    def next(self, *, timeout: float | None = None) -> bytes:
+        """See `iris.Tunnel.next`. Raises StopIteration when the other side has finished."""
+        try:
+            message: bytes = self._run(self._tunnel.next(timeout=timeout))
+        except StopAsyncIteration:
+            raise StopIteration from None
+        return message
 
     def finish(self) -> None:
         """See `iris.Tunnel.finish`."""

@@ -29,6 +29,7 @@ from iris.errors import (
     RequestTimeout,
     ran_before,
 )
+from iris.iterating import Iteration
 from iris.middleware import Middleware, checked, wrap_push, wrap_request
 from iris.request_many import IN_FLIGHT, SESSIONS_TRIED, Many, Outcome, Outcomes, wrap_request_many
 from iris.survey import Scope, Survey, make_survey
@@ -169,21 +170,21 @@ class Calls(Connection):
     def request_many(
         self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
         type: type[T], in_flight: int = IN_FLIGHT, member: str | None = None, method: str | None = None,
-    ) -> AsyncIterator[Outcome[T]]: ...  # fmt: skip
+    ) -> Iteration[Outcome[T]]: ...  # fmt: skip
     @overload
     def request_many(
         self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
         type: TypeForm[T], in_flight: int = IN_FLIGHT, member: str | None = None, method: str | None = None,
-    ) -> AsyncIterator[Outcome[T]]: ...  # fmt: skip
+    ) -> Iteration[Outcome[T]]: ...  # fmt: skip
     @overload
     def request_many(
         self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
         type: Any = None, in_flight: int = IN_FLIGHT, member: str | None = None, method: str | None = None,
-    ) -> AsyncIterator[Outcome[Any]]: ...  # fmt: skip
+    ) -> Iteration[Outcome[Any]]: ...  # fmt: skip
     def request_many(
         self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
         type: Any = None, in_flight: int = IN_FLIGHT, member: str | None = None, method: str | None = None,
-    ) -> AsyncIterator[Outcome[Any]]:  # fmt: skip
+    ) -> Iteration[Outcome[Any]]:  # fmt: skip
         """Send one request for each payload; yield an `Outcome` for each, in the order in which they end.
 
             async for outcome in client.request_many("thumbnails", photos, timeout=5.0): ...
@@ -211,7 +212,7 @@ class Calls(Connection):
             self._runtime, cluster, payloads, timeout=timeout, headers=headers, idempotent=idempotent, wanted=type,
             in_flight=in_flight, member=member or "", method=method or "",
         )  # fmt: skip
-        return Outcomes(many)
+        return Outcomes(cluster, many)
 
     async def push(
         self, cluster: str, payload: object, *, timeout: float = 5.0, headers: Headers | None = None,

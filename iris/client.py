@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import cached_property, partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from iris.errors import (
 )
 from iris.following import MembersWatch, wait_for_members
 from iris.handlers import subscriber
+from iris.iterating import Iteration
 from iris.lifespan import serving
 from iris.membership import Members
 from iris.middleware import Middleware
@@ -319,7 +320,7 @@ class Client(Calls, AsyncOnly):
         """
         return await self.wait_for_members(cluster, 0, timeout=timeout)
 
-    def watch_members(self, cluster: str) -> AsyncIterator[Members]:
+    def watch_members(self, cluster: str) -> Iteration[Members]:
         """Iterate over the members of a cluster: the list now, then the list after each change."""
         return MembersWatch(self._runtime, cluster)
 

@@ -162,7 +162,10 @@ class Overloaded(RequestError):
 
 
 class RequestTimeout(RequestError, TimeoutError):
-    """No reply arrived within the timeout. `may_have_run` is False only if no handler can have started."""
+    """No reply, or nothing else that was waited for, arrived within the timeout.
+
+    `may_have_run` is False only if no handler can have started.
+    """
 
 
 class ConnectionLost(RequestError):

@@ -24,6 +24,10 @@ class MembersWatch(Iteration[Members]):
         self._watcher: Watcher | None = None
         self._listed = False
 
+    @property
+    def _of(self) -> str:
+        return self._cluster
+
     async def __anext__(self) -> Members:
         self._begun()
         try:

@@ -1,4 +1,4 @@
-"""What the library's async iterators have in common: a cancelled wait takes nothing and ends nothing.
+"""What the library's async iterators have in common: `next`, and a cancelled wait takes nothing and ends nothing.
 
 An async generator ends when a wait in it is cancelled. So these are objects whose `__anext__` keeps what it has in the
 object, and takes an item only in the step in which it returns it.
@@ -8,17 +8,67 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Awaitable
 from typing import Self, TypeVar
 
 from iris import forks
-from iris.errors import Closed
+from iris.deadlines import milliseconds
+from iris.errors import Closed, RequestTimeout
 from iris.one_process import OneProcess
 
 T = TypeVar("T")
 
 
-class Iteration(OneProcess, AsyncIterator[T]):
+class Late(Exception):
+    """What was waited for did not come in time."""
+
+
+async def in_time(waiting: Awaitable[T], timeout: float | None) -> T:
+    """Await something for at most `timeout` seconds (None: as long as it takes). Raises Late."""
+    if timeout is None:
+        return await waiting
+    try:
+        async with asyncio.timeout(timeout) as limit:
+            return await waiting
+    except TimeoutError as err:
+        if type(err) is not TimeoutError or not limit.expired():  # what is awaited raised it
+            raise
+    raise Late
+
+
+def late(name: str, timeout: float) -> RequestTimeout:
+    """Return the error of a `next` that got nothing in time from what `name` stands for."""
+    error = RequestTimeout(name, f"nothing arrived within {timeout:g} s")
+    error.may_have_run = False
+    return error
+
+
+class Items(AsyncIterator[T]):
+    """What arrives one after another: iterate over it with `async for`, or take one item at a time with `next`."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def _of(self) -> str:
+        """The topics, stream, cluster or other name that the items belong to."""
+
+    async def next(self, *, timeout: float | None = None) -> T:
+        """Return the next item, as `anext` does. Raises StopAsyncIteration at the end.
+
+        Raises RequestTimeout if nothing arrives within `timeout` seconds. That takes and ends nothing: what arrives
+        later is returned by the next call.
+        """
+        if timeout is None:
+            return await anext(self)
+        milliseconds(timeout)
+        with contextlib.suppress(Late):
+            return await in_time(anext(self), timeout)
+        raise late(self._of, timeout)
+
+
+class Iteration(OneProcess, Items[T]):
     """An iterator that holds something until it ends: at its end, by an error, by `aclose`, or if nobody refers to it.
 
     `__anext__` is for the subclass. It calls `_begun` before it holds anything and after each wait, and `_end` before

@@ -141,8 +141,13 @@ class Work(Protocol):
 class Outcomes(Iteration[Outcome[Any]]):
     """Iterates over the outcomes of requests, in the order in which they end."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, cluster: str, work: Work) -> None:
+        self._cluster = cluster
         self._work = work
+
+    @property
+    def _of(self) -> str:
+        return self._cluster
 
     async def __anext__(self) -> Outcome[Any]:
         ready = self._work.ready
@@ -318,12 +323,12 @@ def wrap_request_many(
     @functools.wraps(request_many)
     def wrapped(
         cluster: str, payloads: Iterable[object], *, in_flight: int = IN_FLIGHT, **options: Any
-    ) -> AsyncIterator[Outcome[Any]]:
+    ) -> Outcomes:
         # Without payloads it only checks its arguments: some now, the cluster's key when it is iterated.
         check_many("payloads", payloads, "request")
         checks = request_many(cluster, (), in_flight=in_flight, **options)
         send = functools.partial(request, cluster, **options)
-        return Outcomes(_Wrapped(checks, send, enumerate(payloads), max(1, in_flight)))
+        return Outcomes(cluster, _Wrapped(checks, send, enumerate(payloads), max(1, in_flight)))
 
     return wrapped
 

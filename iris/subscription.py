@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final, Self, get_args
 
 from iris.awaiting import check_callback, finished, is_late
@@ -18,7 +18,7 @@ from iris.deadlines import within
 from iris.errors import Closed, ConfigError, IrisError, Overloaded
 from iris.forks import FORKED, disable_in_child
 from iris.handlers import ArgumentError, stopping
-from iris.iterating import Iteration
+from iris.iterating import Items, Iteration
 from iris.lanes import Lanes
 from iris.logs import RAISED
 from iris.losses import LossLog
@@ -34,7 +34,7 @@ QUEUE_BYTES: Final = 64 << 20
 CoroutineHandler = Callable[[Message], Awaitable[Any]]
 
 
-class Subscription(OneProcess, AsyncOnly):
+class Subscription(OneProcess, AsyncOnly, Items[Message]):
     """A subscription to a topic filter, made by `Client.subscribe`.
 
     Use it as an async context manager and iterate over it with `async for`, or give `subscribe` a handler. It is
@@ -273,7 +273,11 @@ class Subscription(OneProcess, AsyncOnly):
         await self.close()
         self._drop_unread()
 
-    def __aiter__(self) -> AsyncIterator[Message]:
+    @property
+    def _of(self) -> str:
+        return self.filter
+
+    def __aiter__(self) -> Items[Message]:
         return self if self._entered else _Unentered(self)
 
     async def __anext__(self) -> Message:
@@ -557,6 +561,10 @@ class _Unentered(Iteration[Message]):
 
     def __init__(self, subscription: Subscription) -> None:
         self._subscription = subscription
+
+    @property
+    def _of(self) -> str:
+        return self._subscription.filter
 
     async def __anext__(self) -> Message:
         self._begun()

@@ -114,6 +114,10 @@ class _Answers(Iteration[Any]):
         self._forget: Callable[[], None] | None = None
         """Tells the relay that nobody waits any more; None until the survey is sent."""
 
+    @property
+    def _of(self) -> str:
+        return self._survey.cluster
+
     async def __anext__(self) -> Any:
         self._begun()
         survey = self._survey

@@ -29,7 +29,7 @@ from iris.errors import (
     TunnelBroken,
     with_deadline,
 )  # fmt: skip
-from iris.iterating import Iteration
+from iris.iterating import Items, Iteration
 from iris.one_process import OneProcess
 from iris.runtime import Runtime
 
@@ -41,7 +41,7 @@ class EndOfTunnel(Exception):
     """The other side finished or closed the tunnel, and all of its messages were received."""
 
 
-class Tunnel(OneProcess):
+class Tunnel(OneProcess, Items[bytes]):
     """One end of a tunnel. Iterate over it with `async for` to receive messages until the other side finishes.
 
     One task may send while another one receives. Several tasks that send, or that receive, wait for each other.
@@ -193,8 +193,9 @@ class Tunnel(OneProcess):
         """
         return _Chunks(self)
 
-    def __aiter__(self) -> Self:
-        return self
+    @property
+    def _of(self) -> str:
+        return self._end.name
 
     async def __anext__(self) -> bytes:
         try:
@@ -311,6 +312,10 @@ class _Chunks(Iteration[bytes]):
         """Whether a part of the message was yielded."""
         self._last = False
         """Whether no more of the message will arrive."""
+
+    @property
+    def _of(self) -> str:
+        return self._tunnel._of
 
     async def __anext__(self) -> bytes:
         async with self._taking:

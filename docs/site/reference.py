@@ -45,9 +45,17 @@ NAMES: Final = {
 }  # fmt: skip
 """Page -> its title, what it is about, and the names of `iris` on it. A test checks that every name has a page."""
 OPTIONS: Final = dict.fromkeys(
-    ("iris.Client", "iris.streams.Streams"), "    options:\n      inherited_members: true\n"
+    (
+        "iris.Client",
+        "iris.Subscription",
+        "iris.Tunnel",
+        "iris.streams.Consumer",
+        "iris.streams.Reader",
+        "iris.streams.Streams",
+    ),
+    "    options:\n      inherited_members: true\n",
 )
-"""Name -> how mkdocstrings shows it, if not as the others: what a client inherits is not described elsewhere."""
+"""Name -> how mkdocstrings shows it, if not as the others: what these inherit is not described elsewhere."""
 MODULES: Final = {
     "iris.streams": (
         "Streams",
@@ -60,7 +68,7 @@ MODULES: Final = {
         "StoreHealth",
         "partition_of",
     ),
-    "iris.blocking": ("connect", "Client", "Tunnel", "Answers"),
+    "iris.blocking": ("connect", "Client", "Items", "Tunnel", "Answers"),
     "iris.testing": ("LocalCluster",),
     "iris.metrics": ("serve", "ClientCollector", "handler_times"),
     "iris.tickets": ("Issuer", "parse_network"),

@@ -12,7 +12,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from iris import streams as asynchronous
+from iris.deadlines import deadline, seconds_left
 from iris.errors import Closed
+from iris.iterating import Late, in_time, late
 from iris.one_process import OneProcess
 from iris.streams.records import StreamGap, StreamMessage
 
@@ -97,23 +99,32 @@ def _wrapping(
     return call
 
 
-class _Messages(_Proxy[Source]):
+class _Messages(_Proxy[Source], Iterator[StreamMessage]):
     """Iterates over the messages of a reader or consumer, which it gets in batches. `close` ends the iteration."""
 
     def __init__(self, original: Source, run: Runner) -> None:
         super().__init__(original, run)
         self._closed = self._stopped = False
 
-    def __iter__(self) -> Self:
-        return self
-
     def __next__(self) -> StreamMessage:
+        return self.next()
+
+    def next(self, *, timeout: float | None = None) -> StreamMessage:
+        """Return the next message, as `next(messages)` does. Raises StopIteration at the end.
+
+        Raises RequestTimeout if none arrives within `timeout` seconds. That takes and ends nothing.
+        """
+        until_s = None if timeout is None else deadline(timeout)
         ready = self._original._ready
         while not self._stopped:
             with contextlib.suppress(IndexError):
                 return ready.popleft()
+            left_s = None if until_s is None else seconds_left(until_s)
             try:
-                self._run(self._original._fill())
+                self._run(self._filled(left_s))
+            except Late:
+                assert timeout is not None
+                raise late(self._original._of, timeout) from None
             except StopAsyncIteration:
                 break
             except (Closed, concurrent.futures.CancelledError):
@@ -122,6 +133,9 @@ class _Messages(_Proxy[Source]):
                 raise
         raise StopIteration
 
+    async def _filled(self, timeout: float | None) -> None:
+        await in_time(self._original._fill(), timeout)
+
     def batch(self) -> list[StreamMessage]:
         """Return the next messages, at least one, without those that the iteration has already taken.
 
@@ -129,18 +143,20 @@ class _Messages(_Proxy[Source]):
         """
         return self._run(self._original.batch())
 
-    def batches(self) -> Iterator[list[StreamMessage]]:
+    def batches(self) -> Batches:
         """Iterate over lists of messages. This is faster than single messages."""
-        while True:
-            try:
-                batch = self.batch()
-            except StopAsyncIteration:
-                return
-            except (Closed, concurrent.futures.CancelledError):
-                if self._closed:
-                    return
+        return Batches(self)
+
+    def _next_batch(self, timeout: float | None) -> list[StreamMessage]:
+        """Return the next messages, within `timeout` seconds. Raises StopIteration at the end, RequestTimeout."""
+        try:
+            return self._run(self._original.batches().next(timeout=timeout))
+        except StopAsyncIteration:
+            pass
+        except (Closed, concurrent.futures.CancelledError):
+            if not self._closed:
                 raise
-            yield batch
+        raise StopIteration
 
     @property
     def gaps(self) -> list[StreamGap]:
@@ -165,6 +181,23 @@ class _Messages(_Proxy[Source]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Batches(OneProcess, Iterator[list[StreamMessage]]):
+    """Iterates over the batches of a reader or consumer. For any thread."""
+
+    def __init__(self, messages: _Messages[Any]) -> None:
+        self._messages = messages
+
+    def __next__(self) -> list[StreamMessage]:
+        return self._messages._next_batch(None)
+
+    def next(self, *, timeout: float | None = None) -> list[StreamMessage]:
+        """Return the next messages, at least one. Raises StopIteration at the end.
+
+        Raises RequestTimeout if none arrives within `timeout` seconds. That takes and ends nothing.
+        """
+        return self._messages._next_batch(timeout)
 
 
 class Reader(_Messages[asynchronous.Reader]):

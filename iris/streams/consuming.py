@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Final, Self
 
 from iris.awaiting import check_callback, check_returned
 from iris.checks import check_flag, check_number, check_whole
 from iris.errors import Closed, RequestError, StreamError, StreamUnavailable
 from iris.forks import FORKED, disable_in_child
+from iris.iterating import Items
 from iris.misuse import AsyncOnly
 from iris.one_process import OneProcess
 from iris.streams.interleaving import Interleaved
@@ -34,7 +35,7 @@ def check_consumer(ack_timeout: float | None, max_deliver: int | None) -> None:
         check_whole("max_deliver", max_deliver, 0, MAX_DELIVER)
 
 
-class Consumer(OneProcess, AsyncOnly):
+class Consumer(OneProcess, AsyncOnly, Items[StreamMessage]):
     """One worker of a consumer: `async with client.streams.consumer("orders", "invoices", shared=True) as work`.
 
     Iterate over the messages, and `ack` each one when its work is done. `nack` has it delivered again after a
@@ -99,8 +100,9 @@ class Consumer(OneProcess, AsyncOnly):
 
     # -- receiving -------------------------------------------------------------------------------------------
 
-    def __aiter__(self) -> Self:
-        return self
+    @property
+    def _of(self) -> str:
+        return f"{self.stream}/{self.name}"
 
     async def __anext__(self) -> StreamMessage:
         if self._stopping:
@@ -115,9 +117,9 @@ class Consumer(OneProcess, AsyncOnly):
             if not self._ready:
                 self._ready.extend(await self._next_batch())
 
-    def batches(self) -> AsyncIterator[list[StreamMessage]]:
+    def batches(self) -> Items[list[StreamMessage]]:
         """Iterate over lists of messages, one list per delivery."""
-        return Batches(self.batch)
+        return Batches(self._of, self.batch)
 
     async def batch(self) -> list[StreamMessage]:
         """Wait for the next messages and return them, at least one. Raises StopAsyncIteration after `stop`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime
 from typing import Final, Self
 
@@ -13,6 +13,7 @@ from msgspec import structs
 from iris.awaiting import check_callback, check_returned
 from iris.errors import Closed, StreamDamaged, StreamError, StreamSuperseded, StreamUnavailable
 from iris.forks import FORKED, disable_in_child
+from iris.iterating import Items
 from iris.misuse import AsyncOnly
 from iris.one_process import OneProcess
 from iris.streams.interleaving import Interleaved
@@ -39,7 +40,7 @@ MAX_GAPS: Final = 1000
 """Latest gaps that a reader or consumer keeps in `gaps`."""
 
 
-class Reader(OneProcess, AsyncOnly):
+class Reader(OneProcess, AsyncOnly, Items[StreamMessage]):
     """The messages of a stream from an offset on: `async for message in client.streams.read("orders")`.
 
     Another reader that starts at `offset` continues here. Missing messages are reported to
@@ -125,8 +126,9 @@ class Reader(OneProcess, AsyncOnly):
         """Partitions that cannot be read now -> why. The reader goes on with the others, and tries these again."""
         return {} if self._parts is None else dict(self._parts.missing)
 
-    def __aiter__(self) -> Self:
-        return self
+    @property
+    def _of(self) -> str:
+        return self.name
 
     async def __anext__(self) -> StreamMessage:
         while not self._ready:
@@ -139,9 +141,9 @@ class Reader(OneProcess, AsyncOnly):
             if not self._ready:
                 self._ready.extend(await self._next_batch())
 
-    def batches(self) -> AsyncIterator[list[StreamMessage]]:
+    def batches(self) -> Items[list[StreamMessage]]:
         """Iterate over lists of messages, one per fetch. This is faster than single messages."""
-        return Batches(self.batch)
+        return Batches(self.name, self.batch)
 
     async def batch(self) -> list[StreamMessage]:
         """Return the next messages, at least one. Raises StopAsyncIteration at the end, unless the reader follows.
@@ -388,11 +390,16 @@ class Reader(OneProcess, AsyncOnly):
             check_returned(self._on_gap(gap))
 
 
-class Batches(AsyncIterator[list[StreamMessage]]):
-    """Iterates over the batches of a reader or consumer."""
+class Batches(Items[list[StreamMessage]]):
+    """Iterates over the batches of a reader or consumer of the stream `name`."""
 
-    def __init__(self, batch: Callable[[], Awaitable[list[StreamMessage]]]) -> None:
+    def __init__(self, name: str, batch: Callable[[], Awaitable[list[StreamMessage]]]) -> None:
+        self._name = name
         self._batch = batch
+
+    @property
+    def _of(self) -> str:
+        return self._name
 
     async def __anext__(self) -> list[StreamMessage]:
         return await self._batch()

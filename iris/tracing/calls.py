@@ -91,7 +91,7 @@ def _request_many(spans: Spans, call: Callable[..., Iteration[Outcome[Any]]]) ->
     @functools.wraps(call)
     def traced(
         *arguments: Any, headers: Headers | None = None, **options: Any
-    ) -> AsyncIterator[Outcome[Any]]:
+    ) -> Iteration[Outcome[Any]]:
         name = arguments[0] if arguments else options.get("cluster")
         carried = Carried()
         outcomes = call(*arguments, headers=carried, **options)
@@ -109,6 +109,10 @@ class _Outcomes(Iteration[Outcome[Any]]):
         self._begin = begin
         self._span: Span | None = None
         self._count = self._failures = 0
+
+    @property
+    def _of(self) -> str:
+        return self._outcomes._of
 
     async def __anext__(self) -> Outcome[Any]:
         self._begun()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -22,6 +22,7 @@ from iris.checks import check_number
 from iris.client import Client, connect
 from iris.crypto.keyring import Keyring
 from iris.errors import Closed
+from iris.iterating import Items
 from iris.one_process import OneProcess
 from iris.watch.asking import ANSWER_S, Opener, asking
 from iris.watch.model import Model
@@ -107,7 +108,7 @@ class Watch(OneProcess):
         if isinstance(ended, Exception) and error is None:
             raise ended
 
-    def updates(self) -> AsyncIterator[Network]:
+    def updates(self) -> Items[Network]:
         """Iterate over the networks from the latest on, until the watch is closed. A slow viewer misses some.
 
         Raises what ended the watch, if anything did.
@@ -156,12 +157,16 @@ class Watch(OneProcess):
         return connect(address, keyring=self._keyring if keyed else Keyring({}))
 
 
-class _Updates(AsyncIterator[Network]):
+class _Updates(Items[Network]):
     """Iterates over the networks that a watch has found."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._seen = 0
+
+    @property
+    def _of(self) -> str:
+        return "network"
 
     async def __anext__(self) -> Network:
         network = await self._watch._later(self._seen)

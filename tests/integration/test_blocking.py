@@ -214,3 +214,56 @@ def test_the_blocking_client_has_the_verbs_of_the_client() -> None:
     assert missing == {
         "keyring", "offer_broadcast", "on_loss", "open", "open_tunnel", "received_messages", "sent_messages",
     }  # fmt: skip
+
+
+def test_one_message_at_a_time_within_a_time_that_takes_and_ends_nothing(
+    served: blocking.Client,
+) -> None:
+    with served.subscribe("t.*", group="readers") as messages:
+        for number in range(3):
+            for _ in range(2):
+                with pytest.raises(iris.RequestTimeout) as late:
+                    messages.next(timeout=0.001)
+                assert str(late.value) == "t.*: nothing arrived within 0.001 s"
+            served.publish("t.x", b"%d" % number)
+            assert messages.next(timeout=60).payload == b"%d" % number
+        served.publish("t.x", b"last")
+        assert messages.next().payload == b"last"
+        with pytest.raises(iris.ConfigError, match="timeout must be above 0 s"):
+            messages.next(timeout=0)
+    with pytest.raises(StopIteration):
+        messages.next(timeout=60)
+    assert served.losses == []
+
+
+def test_a_thread_waits_for_its_turn_no_longer_than_for_its_message(
+    served: blocking.Client,
+) -> None:
+    got: list[bytes] = []
+    with served.subscribe("t") as messages:
+        waiting = threading.Thread(target=lambda: got.append(messages.next().payload))
+        waiting.start()
+        while not messages._turn.locked():
+            pass
+        with pytest.raises(iris.RequestTimeout):
+            messages.next(timeout=0.01)
+        served.publish("t", b"one")
+        waiting.join(60)
+        assert got == [b"one"]
+
+
+def test_members_and_messages_of_a_tunnel_come_one_at_a_time(served: blocking.Client) -> None:
+    members = served.watch_members("db")
+    assert len(members.next(timeout=60)) == 1
+    with pytest.raises(iris.RequestTimeout, match=r"^db: nothing arrived within"):
+        members.next(timeout=0.001)
+    with served.serve(iris.Service("other")), served.tunnel("db", timeout=5) as tunnel:
+        with pytest.raises(iris.RequestTimeout, match=r"^db: nothing arrived within"):
+            tunnel.next(timeout=0.001)
+        tunnel.send(b"a")
+        assert tunnel.next(timeout=60) == b"a!"
+        tunnel.send(b"b")
+        assert next(tunnel) == b"b!"
+        tunnel.finish()
+        with pytest.raises(StopIteration):
+            tunnel.next(timeout=60)

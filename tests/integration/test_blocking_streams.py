@@ -221,3 +221,45 @@ def test_a_message_settles_itself_from_any_thread(client: blocking.Client) -> No
         assert (letter.dead.offset, letter.dead.reason) == (1, "no stock")
     with pytest.raises(iris.Closed, match="consumer 'work'"):
         done.touch()
+
+
+@pytest.mark.parametrize("batches", [False, True])
+@pytest.mark.parametrize("consumer", [False, True])
+def test_one_message_or_batch_at_a_time_within_a_time_that_takes_and_ends_nothing(
+    client: blocking.Client, consumer: bool, batches: bool
+) -> None:
+    client.streams.create("log")
+    messages: blocking_streams.Reader | blocking_streams.Consumer
+    messages = (
+        client.streams.consumer("log", "worker")
+        if consumer
+        else client.streams.read("log", "first", follow=True)
+    )
+    of = "log/worker" if consumer else "log"
+    with messages:
+        items = messages.batches() if batches else messages
+        for number in range(3):
+            for _ in range(2):
+                with pytest.raises(iris.RequestTimeout) as late:
+                    items.next(timeout=0.001)
+                assert str(late.value) == f"{of}: nothing arrived within 0.001 s"
+            client.streams.append("log", b"%d" % number)
+            item = items.next(timeout=60)
+            got = item if isinstance(item, list) else [item]
+            assert [message.payload for message in got] == [b"%d" % number]
+            if isinstance(messages, blocking_streams.Consumer):
+                messages.ack(*got)
+        client.streams.append("log", b"last")
+        item = items.next()
+        assert (item[0] if isinstance(item, list) else item).payload == b"last"
+        messages.close()
+        with pytest.raises(StopIteration):
+            items.next(timeout=60)
+    with client.streams.read("log", "first", follow=False) as reader:
+        ended = reader.batches() if batches else reader
+        while True:
+            try:
+                ended.next(timeout=60)
+            except StopIteration:
+                break
+    client.streams.delete("log")

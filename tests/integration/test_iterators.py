@@ -21,6 +21,7 @@ from support.waiting import PATIENCE_S, until, wait_until
 
 import iris
 import iris.blocking
+from iris.iterating import Items
 from iris.testing import LocalCluster
 from iris.tracing import Tracing
 from iris.watch import MIN_INTERVAL_S, Watch
@@ -418,6 +419,70 @@ async def test_waits_with_a_timeout_are_the_same_as_one_wait(
         await rest(found, values)
 
 
+@pytest.mark.parametrize("name", CASES)
+async def test_a_next_that_gets_nothing_in_time_takes_nothing_and_ends_nothing(
+    name: str, cluster: LocalCluster
+) -> None:
+    values: list[object] = []
+    late: list[iris.RequestTimeout] = []
+    async with CASES[name](cluster) as found:
+        for number in range(COUNT):
+            for _ in range(3):
+                if len(values) == COUNT:
+                    continue  # the end comes next
+                try:
+                    values.extend(found.value(await found.iterator.next(timeout=0.001)))
+                except iris.RequestTimeout as error:
+                    late.append(error)
+            if found.produce is not None:
+                await found.produce(number)
+        assert late or found.produce is None
+        assert {str(error).partition(": ")[2] for error in late} <= {
+            "nothing arrived within 0.001 s"
+        }
+        assert not any(error.may_have_run for error in late)
+        while COUNT - 1 not in values if found.latest else len(values) < COUNT:
+            values.extend(found.value(await found.iterator.next(timeout=PATIENCE_S)))
+        if not found.latest:
+            assert values == [*range(COUNT)] if found.ordered else len(values) == COUNT
+            assert sorted(values, key=str) == [*range(COUNT)]
+        for wrong in (0, -1.0):
+            with pytest.raises(iris.ConfigError, match=f"timeout must be above 0 s, not {wrong}"):
+                await found.iterator.next(timeout=wrong)
+
+
+@pytest.mark.parametrize("name", ["survey", "request_many", "tunnel", "chunks_of_a_tunnel"])
+async def test_a_next_at_the_end_raises_what_anext_raises(name: str, cluster: LocalCluster) -> None:
+    values: list[object] = []
+    async with CASES[name](cluster) as found:
+        for number in range(COUNT):
+            if found.produce is not None:
+                await found.produce(number)
+        while len(values) < COUNT:
+            values.extend(found.value(await found.iterator.next()))
+        for timeout in (PATIENCE_S, None):
+            with pytest.raises(StopAsyncIteration):
+                await found.iterator.next(timeout=timeout)
+
+
+async def test_an_error_that_only_looks_like_a_timeout_is_the_error_of_next(
+    cluster: LocalCluster,
+) -> None:
+    async def late(call: Any, call_next: iris.CallNext) -> Any:
+        raise TimeoutError("of the middleware")
+
+    async with cluster.client(middleware=[late]) as client:
+        outcomes = client.request_many("echo", [b""], timeout=PATIENCE_S)
+        with pytest.raises(TimeoutError, match="of the middleware"):
+            await outcomes.next(timeout=PATIENCE_S)
+        await cluster.stop_relay()
+        await until(lambda: client._runtime.session is None)
+        survey = aiter(client.survey("members", b"", timeout=0.05))
+        with pytest.raises(iris.ConnectionLost):
+            await survey.next(timeout=PATIENCE_S)
+        await cluster.start_relay()
+
+
 async def test_every_iterator_of_the_library_is_tested_here(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
@@ -436,6 +501,7 @@ async def test_every_iterator_of_the_library_is_tested_here(
             generators.add(f"{owner}.{name}")
         if inspect.isclass(value) and "__anext__" in vars(value) and not inspect.isabstract(value):
             iterators.add(value)
+    assert all(issubclass(iterator, Items) for iterator in iterators), "they have `next`"
     assert generators == INTERNAL
     assert iterators - tested == set()
 
@@ -627,3 +693,35 @@ def test_a_next_of_the_blocking_client_that_is_interrupted_takes_nothing() -> No
             client.publish("topic.new", b"%d" % number)
             client.flush()
             assert next(messages).payload == b"%d" % number
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupted_next_with_a_timeout_takes_nothing_either() -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    keyring = iris.Keyring.single(iris.ClusterKey(b"k" * 32))
+    with (
+        iris.blocking.connect(embedded=True, keyring=keyring) as client,
+        client.subscribe("topic.>") as messages,
+    ):
+        subscription: Any = messages._items  # to see when it waits
+
+        def interrupt() -> None:
+            wait_until(lambda: [one for one in subscription._waiters if not one.done()])
+            signal.pthread_kill(main, signal.SIGINT)
+
+        for number, timeout in enumerate((None, 1.0, PATIENCE_S)):
+            thread = threading.Thread(target=interrupt)
+            thread.start()
+            with pytest.raises(KeyboardInterrupt):
+                messages.next(timeout=timeout)
+            thread.join(PATIENCE_S)
+            interrupted = messages._next
+            if timeout == 1.0:
+                wait_until(lambda ended=interrupted: ended.done())  # type: ignore[misc]
+            for _ in range(2):
+                with pytest.raises(iris.RequestTimeout):
+                    messages.next(timeout=0.1)
+            client.publish("topic.new", b"%d" % number)
+            client.flush()
+            assert messages.next(timeout=PATIENCE_S).payload == b"%d" % number

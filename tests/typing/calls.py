@@ -55,6 +55,33 @@ def decoding(message: iris.Message) -> None:
     assert_type(message.decode(int | None), int | None)
 
 
+async def one_at_a_time(client: iris.Client, tunnel: iris.Tunnel) -> None:
+    async with client.subscribe("orders.>") as messages:
+        assert_type(await anext(messages), iris.Message)
+        assert_type(await messages.next(timeout=1.0), iris.Message)
+    assert_type(await client.streams.read("orders").next(timeout=1.0), iris.StreamMessage)
+    assert_type(
+        await client.streams.read("orders").batches().next(timeout=1.0), list[iris.StreamMessage]
+    )
+    async with client.streams.consumer("orders", "invoices") as work:
+        assert_type(await work.next(timeout=1.0), iris.StreamMessage)
+    assert_type(await client.watch_members("orders").next(timeout=1.0), iris.Members)
+    assert_type(await tunnel.next(timeout=1.0), bytes)
+
+
+def one_at_a_time_in_threads(client: blocking.Client) -> None:
+    with client.subscribe("orders.>") as messages:
+        assert_type(next(messages), iris.Message)
+        assert_type(messages.next(timeout=1.0), iris.Message)
+    assert_type(client.streams.read("orders").next(timeout=1.0), iris.StreamMessage)
+    assert_type(client.streams.read("orders").batches().next(timeout=1.0), list[iris.StreamMessage])
+    with client.streams.consumer("orders", "invoices") as work:
+        assert_type(work.next(timeout=1.0), iris.StreamMessage)
+    assert_type(client.watch_members("orders").next(timeout=1.0), iris.Members)
+    with client.tunnel("orders", timeout=1.0) as tunnel:
+        assert_type(tunnel.next(timeout=1.0), bytes)
+
+
 def threads(client: blocking.Client) -> None:
     assert_type(client.request("orders", b"", timeout=1.0, type=Receipt), Receipt)
     assert_type(client.request("orders", b"", timeout=1.0, type=int | None), int | None)

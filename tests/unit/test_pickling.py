@@ -42,8 +42,8 @@ MODULES: Final = (
 )  # fmt: skip
 ONE_PROCESS: Final = frozenset((
     iris.Client, iris.Deferred, iris.Staging, iris.Subscription, iris.Survey, iris.Tunnel, ServiceBinding, iris.blocking.Client,
-    iris.blocking.Tunnel, iris.streams.Consumer, iris.streams.Mirror, iris.streams.Reader, iris.streams.Streams,
-    iris.streams.blocking.Consumer, iris.streams.blocking.Mirror, iris.streams.blocking.Reader, iris.streams.blocking.Staging,
+    iris.blocking.Items, iris.blocking.Tunnel, iris.streams.Consumer, iris.streams.Mirror, iris.streams.Reader, iris.streams.Streams,
+    iris.streams.blocking.Batches, iris.streams.blocking.Consumer, iris.streams.blocking.Mirror, iris.streams.blocking.Reader, iris.streams.blocking.Staging,
     iris.streams.blocking.Streams, iris.StreamPage, iris.testing.LocalCluster, iris.watch.Watch,
 ))  # fmt: skip
 """Classes whose objects use a connection of their process."""
