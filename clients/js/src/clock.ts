@@ -12,6 +12,12 @@ export function wallUs(): number {
   return Date.now() * 1000;
 }
 
+/** Say how far from this clock a message was sent, as the cause of a loss. */
+export function clockDifference(sentUs: number): string {
+  const seconds = Math.round((wallUs() - sentUs) / 1e6);
+  return `sent ${seconds < 0 ? "" : "+"}${seconds} s from our clock`;
+}
+
 /** The least of the last samples of (our clock at receipt - the relay's): add it to the relay's times. */
 export class ClockOffset {
   readonly #samples: number[] = [];

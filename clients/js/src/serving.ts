@@ -2,7 +2,7 @@
 
 import { base64, concat, hex, u32, utf8, view, type Bytes } from "./bytes.ts";
 import { decodeBundle, encodeBundle, encodeHeaders, type Bundle } from "./bundle.ts";
-import { monotonicUs, wallUs } from "./clock.ts";
+import { clockDifference, monotonicUs, wallUs } from "./clock.ts";
 import { DecodeError, EncodeError, OpenError, Refusal } from "./errors.ts";
 import { decodeRun, encodeEnd, encodeData, Kind, Reason, type DataFrame, type Fields, type Int } from "./frames.ts";
 import { FRESH_US, type Guard } from "./guard.ts";
@@ -354,7 +354,7 @@ export class Serving {
     if (opened instanceof Error) throw opened;
     const sequence = this.#guard.sequence(sequenceOf(declared), keyHex, true, monotonicUs());
     if (!sequence) {
-      this.#lost(binding, declared, frame.count, "too many senders");
+      this.#lost(binding, declared, frame.count, "too many senders to keep apart");
       return;
     }
     if (frame.first < sequence.next) {
@@ -362,11 +362,11 @@ export class Serving {
       return;
     }
     const missing = sequence.missing(frame.first);
-    if (missing > 0 && binding.since <= sequence.epoch) this.#lost(binding, declared, missing, "messages are missing in the sender's sequence");
+    if (missing > 0 && binding.since <= sequence.epoch) this.#lost(binding, declared, missing, "missing on the way");
     sequence.next = frame.first + frame.count;
     sequence.epoch = this.#guard.epoch;
     if (Math.abs(frame.sent - wallUs()) >= FRESH_US) {
-      this.#lost(binding, declared, frame.count, "sent too far from this host's clock");
+      this.#lost(binding, declared, frame.count, clockDifference(frame.sent));
       return;
     }
     let bundle: Bundle;
@@ -380,7 +380,7 @@ export class Serving {
     for (const { payload, headers } of bundle.entries) {
       const size = payload.length + QUEUED_EXTRA;
       if (lane.bytes && lane.bytes + size > binding.service.limitBytes) {
-        this.#lost(binding, declared, 1, "the member is at capacity", "queue full");
+        this.#lost(binding, declared, 1, "slow member", "queue full");
         continue;
       }
       lane.bytes += size;

@@ -24,7 +24,7 @@ const RETRY_MAX_MS = 2000;
 const MAX_BATCH = 4096;
 const BATCH_BYTES = 262_144;
 const HOLES: Readonly<Record<number, string>> = {
-  1: "removed by retention", 2: "removed by compaction", 3: "expired", 4: "deferred", 5: "damaged on the store's disk",
+  1: "retention", 2: "compacted", 3: "expired", 4: "deferred", 5: "damaged",
 };
 
 /** A message of a stream. */
@@ -55,7 +55,7 @@ export interface StreamGap {
   readonly first: number;
   /** The first offset after it. */
   readonly end: number;
-  /** Messages that are known to be lost; null if nobody knows how many. */
+  /** Messages that are known to be lost: 0 if the stream had them and no longer has them, null if nobody knows. */
   readonly count: number | null;
   readonly cause: string;
 }
@@ -246,7 +246,7 @@ export class Streams {
     if (type === 3) {
       const next = Number(item[2]);
       if (next <= at) throw new StreamDamaged(definition.name, "the store's answer has an empty hole");
-      return { covers: next, gap: { first: offset, end: next, count: null, cause: HOLES[Number(item[3])] ?? "removed" }, messages: [] };
+      return { covers: next, gap: { first: offset, end: next, count: 0, cause: HOLES[Number(item[3])] ?? "removed" }, messages: [] };
     }
     if (type === 2) {
       const count = item[2] === null ? null : Number(item[2]);
@@ -264,10 +264,10 @@ export class Streams {
     }
     const count = view(end).getUint32(12, true);
     const covers = offset + count;
-    const bad = (cause: string): Item => ({ covers, gap: { first: offset, end: covers, count, cause }, messages: [] });
+    const bad = (cause: string): Item => ({ covers, gap: { first: offset, end: covers, count, cause: `unreadable: ${cause}` }, messages: [] });
     const key = this.#keyring.byId(keyId);
-    if (!key) return bad("no key of the keyring opens it");
-    if (!records(definition, kind, name)) return bad("the stream does not record what it is");
+    if (!key) return bad(`sealed under key ${hex(keyId).slice(0, 8)}, which is not in this keyring`);
+    if (!records(definition, kind, name)) return bad("the record does not belong to this stream");
     try {
       const meta = metadata(kind, utf8(name), keyId, senderId, end);
       const { plain } = await this.#openers.open(key, senderId, meta, body);

@@ -2,7 +2,7 @@
 
 import { hex, type Bytes } from "./bytes.ts";
 import { decodeBundle } from "./bundle.ts";
-import { monotonicUs, wallUs } from "./clock.ts";
+import { clockDifference, monotonicUs, wallUs } from "./clock.ts";
 import { Closed, ConfigError, LocalProtocolError, OpenError, Overloaded } from "./errors.ts";
 import { Kind, type DataFrame, type Fields } from "./frames.ts";
 import { FRESH_US, type Guard, type Sequence } from "./guard.ts";
@@ -126,7 +126,7 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
 
   /** Whether `message` may be queued now. `left` counts it and those that came with it after it. */
   #makeRoom({ name, source }: Message, left: number, size: number): boolean {
-    const loss = (count: number): Loss => ({ kind: "publish", name, source, count, cause: "the subscription's queue is full" });
+    const loss = (count: number): Loss => ({ kind: "publish", name, source, count, cause: "slow subscriber" });
     if (this.#whenFull === "close") {
       this.end(new Overloaded(this.filter, `the queue of ${this.#limit} bytes is full`));
       void this.#close(this);
@@ -204,7 +204,7 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
       counts.set(key, [message, (counts.get(key)?.[1] ?? 0) + 1]);
     }
     for (const [{ name, source }, count] of counts.values()) {
-      this.#report({ kind: "publish", name, source, count, cause: "the subscription was closed" }, "unread");
+      this.#report({ kind: "publish", name, source, count, cause: "subscription closed" }, "unread");
     }
   }
 
@@ -314,7 +314,7 @@ export class Subscriptions {
     const { plain: bytes } = opened as Opened;
     const sequence = this.#guard.sequence(addressOf(declared), declared.keyHex, true, monotonicUs());
     if (!sequence) {
-      this.#tell(this.#receivers(declared), declared, frame.count, "too many senders");
+      this.#tell(this.#receivers(declared), declared, frame.count, "too many senders to keep apart");
       return;
     }
     if (frame.first < sequence.next) {
@@ -324,12 +324,12 @@ export class Subscriptions {
     const followers = this.#followers(declared, sequence);
     const missing = sequence.missing(frame.first);
     sequence.next = frame.first + frame.count;
-    if (!plain) this.#tell(followers, declared, Math.max(0, missing) + frame.count, "a relay did not deliver them here");
-    else if (missing > 0) this.#tell(followers, declared, missing, "messages are missing in the sender's sequence");
+    if (!plain) this.#tell(followers, declared, Math.max(0, missing) + frame.count, "delivered to queue groups alone");
+    else if (missing > 0) this.#tell(followers, declared, missing, "missing on the way");
     if (plain) sequence.epoch = this.#guard.epoch;
     const receivers = this.#receivers(declared);
     if (Math.abs(frame.sent - wallUs()) >= FRESH_US) {
-      this.#tell(receivers, declared, frame.count, "sent too far from this host's clock");
+      this.#tell(receivers, declared, frame.count, clockDifference(frame.sent));
       return;
     }
     let messages: Message[];
