@@ -254,18 +254,20 @@ async def test_a_stream_is_read_from_anywhere_and_resumed_after_the_last_event(
 
         whole = [(str(number), str(number)) for number in range(5)] + [("end", "")]
         assert await read("/streams/orders?follow=false") == whole
-        assert await read("/streams/orders?follow=false&from=3") == whole[3:]
-        assert await read("/streams/orders?follow=false&from=last") == whole[4:]
-        assert await read("/streams/orders?follow=false&from=new") == whole[5:]
-        assert await read("/streams/orders?follow=false&from=2000-01-01T00:00:00Z") == whole
-        assert await read("/streams/orders?follow=false&from=first", last_event_id="2") == whole[3:]
+        assert await read("/streams/orders?follow=false&start=3") == whole[3:]
+        assert await read("/streams/orders?follow=false&start=last") == whole[4:]
+        assert await read("/streams/orders?follow=false&start=new") == whole[5:]
+        assert await read("/streams/orders?follow=false&start=2000-01-01T00:00:00Z") == whole
+        assert (
+            await read("/streams/orders?follow=false&start=first", last_event_id="2") == whole[3:]
+        )
         async with bridge.events("/streams/orders", {"last-event-id": "4"}) as events:
             await other.streams.append("orders", b"5")
             event = await events.next()
             assert event is not None
             assert (event["id"], event["data"]["payload"], event["data"]["offset"]) == ("5", "5", 5)
         await until(lambda: bridge.application.streams.readers == 0)
-        for target, status in (("/streams/orders?from=99", 409), ("/streams/orders?from=x", 400), ("/streams/orders?follow=x", 400),
+        for target, status in (("/streams/orders?start=99", 409), ("/streams/orders?start=x", 400), ("/streams/orders?follow=x", 400),
                                ("/streams/nothing", 404), ("/streams/orders?%ff", 400)):  # fmt: skip
             assert (await bridge.get(target)).status == status, target
 
@@ -279,7 +281,7 @@ async def test_a_gap_of_a_stream_is_an_event_of_its_own_and_can_be_resumed_after
             await other.streams.append("orders", b"%d" % number)
         while await other.streams.find("orders", "first") == 0:
             await other.streams.append("orders", b"more")
-        async with bridge.events("/streams/orders?from=0") as events:
+        async with bridge.events("/streams/orders?start=0") as events:
             gap = await events.next()
             assert gap is not None
             assert gap["event"] == "gap"

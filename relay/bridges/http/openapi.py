@@ -97,7 +97,7 @@ def document(config: HttpConfig) -> bytes:
             ),
             "get": _events(
                 "read", "Receive the messages of a stream from an offset on.",
-                [stream, _header("Last-Event-ID", "Start after this offset.", {"type": "integer", "minimum": 0, "maximum": 10**17}), _query("from", "Where to start: first, last, new, an offset or an ISO time.", {"type": "string", "pattern": "^(first|last|new|[0-9]{1,18}|[0-9]{4}-.+)$"}),
+                [stream, _header("Last-Event-ID", "Start after this offset.", {"type": "integer", "minimum": 0, "maximum": 10**17}), _query("start", "Where to start: first, last, new, an offset or an ISO time.", {"type": "string", "pattern": "^(first|last|new|[0-9]{1,18}|[0-9]{4}-.+)$"}),
                  _query("follow", "Whether to continue with new messages.", {"type": "boolean", "default": True})],
                 "Events: a message has its offset as id and no event name; `gap`, `error` and `end` say what their name says.", (404, 409, 500, 504),
             ),

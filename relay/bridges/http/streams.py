@@ -24,14 +24,14 @@ PATIENCE_S: Final = 30.0
 
 
 def start_of(asked: Asked) -> str | int | datetime:
-    """Return where to start: after Last-Event-ID, else at the parameter `from`, else at the first message.
+    """Return where to start: after Last-Event-ID, else at the parameter `start`, else at the first message.
 
     Raises Problem.
     """
     last = asked.number("Last-Event-ID")
     if last is not None:
         return last + 1
-    text = asked.query().get("from", "first")
+    text = asked.query().get("start", "first")
     if text in ("first", "last", "new"):
         return text
     if text.isascii() and text.isdigit() and len(text) < 19:
@@ -39,7 +39,7 @@ def start_of(asked: Asked) -> str | int | datetime:
     try:
         return datetime.fromisoformat(text).astimezone()
     except (ValueError, OverflowError):
-        raise bad(f"from: {text[:40]!r} is not first, last, new, an offset or a time such as 2026-01-31T12:00:00Z") from None  # fmt: skip
+        raise bad(f"start: {text[:40]!r} is not first, last, new, an offset or a time such as 2026-01-31T12:00:00Z") from None  # fmt: skip
 
 
 async def append(client: iris.Client, name: str, asked: Asked) -> dict[str, int]:
