@@ -43,7 +43,7 @@ export interface ConnectOptions {
   readonly keyring: Keyring | KeyringEntries | string | Uint8Array;
   /** Shown by `iris status`. */
   readonly label?: string;
-  /** Called with each loss that no subscription reports: of pushes, of casts that the relay dropped, of a relay. */
+  /** Called with each loss: of pushes, of casts that the relay dropped, of a relay, of subscriptions and of services. */
   readonly onLoss?: (loss: Loss) => void;
   /** How long `connect` waits for a first relay before it raises RelayUnavailable. */
   readonly waitMs?: number;
@@ -421,6 +421,14 @@ export class Client implements AsyncDisposable {
     });
   }
 
+  /** Return what a subscription or service reports its losses to: its own function, and the client's. */
+  #reporting(own: ((loss: Loss) => void) | undefined): (loss: Loss) => void {
+    return (loss) => {
+      if (own) notify(own, loss);
+      if (this.#options.onLoss) notify(this.#options.onLoss, loss);
+    };
+  }
+
   #lost(loss: Loss): void {
     if (this.#options.onLoss) notify(this.#options.onLoss, loss);
     else console.warn(`iris: lost ${loss.count ?? "an unknown number of"} messages to ${loss.name}: ${loss.cause}`);
@@ -598,7 +606,8 @@ export class Client implements AsyncDisposable {
   /** Subscribe to the topics that match `filter`. Await `ready` of the subscription before you cause publications. */
   subscribe(filter: string, options: SubscribeOptions = {}): Subscription {
     if (this.#closed) throw new Closed("the client was closed");
-    const subscription = new Subscription(filter, options, this.#troubles, async (closed) => {
+    const reporting = { ...options, onLoss: this.#reporting(options.onLoss) };
+    const subscription = new Subscription(filter, reporting, this.#troubles, async (closed) => {
       if (!closed.group) this.#subscriptions.remove(closed);
       const parts = this.#parts;
       try {
@@ -626,7 +635,7 @@ export class Client implements AsyncDisposable {
         await serving.idle();
       }
     });
-    binding.onLoss = onLoss;
+    binding.onLoss = this.#reporting(onLoss);
     const parts = await this.#ready(service.name, DEFAULT_TIMEOUT_MS);
     await parts.serving.join(binding);
     this.#bindings.add(binding);
