@@ -5,7 +5,7 @@ a publication without a target ── `OtherKeys.look` ──► UNROUTED with t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from iris.wire.frames import Unrouted
@@ -56,19 +56,17 @@ class OtherKeys:
             Unrouted(route.kind, route.name, route.key_id, count, OTHER_KEYS, others)
         )
 
-    def shown(self) -> list[dict[str, object]]:
-        """Return, for a status report, the reported addresses that still have subscribers only under other keys.
+    def shown(self) -> Iterator[dict[str, object]]:
+        """Yield, for a status report, the reported addresses that still have subscribers only under other keys.
 
         An address is left out once its publisher has disconnected.
         """
-        shown: list[dict[str, object]] = []
         for address, route in list(self._remembered.items()):
             if not route.neighbor.closed and (others := self._others(address)):
                 name, key_id = address
-                shown.append({"topic": name, "key": key_id[:4].hex(), "others": others})
+                yield {"topic": name, "key": key_id[:4].hex(), "others": others}
             else:
-                del self._remembered[address]
-        return shown
+                self._remembered.pop(address, None)
 
     def _others(self, address: Address) -> dict[str, int]:
         """Return the subscribers under other keys of an address that has none; empty if it has some."""

@@ -192,7 +192,7 @@ class Parts:
             # Routes are resolved again without it, and it gets nothing more.
             self.interest.version += 1
         self.ending[session.number] = session
-        self._take_apart(self._session_parts(session, forgotten))
+        self.take_apart(self._session_parts(session, forgotten))
         self.drains.forget(session, self.now_us)
         self.stores.session_ended(session, self.now_us)
 
@@ -293,7 +293,7 @@ class Parts:
         """Call `done` once nobody sends anything by what was advertised before, but for remote sites."""
         (self.drains if self.drains.begun else self.settling).after(done)
 
-    def _take_apart(self, work: Iterator[int]) -> None:
+    def take_apart(self, work: Iterator[int]) -> None:
         """Take apart what a closed connection held, in parts.
 
         While this relay stops, all of it is done at once, because what was cut is counted.
@@ -316,7 +316,7 @@ class Parts:
         self.mesh.link_down(link, self.now_us)
         forgotten = link.forget()
         del self.neighbors[link.number], self._pulsing[link.number]
-        self._take_apart(self._connection_parts(link, forgotten))
+        self.take_apart(self._connection_parts(link, forgotten))
         self.drains.forget(link, self.now_us)
         self.settling.forget(link)
         self.audiences.forget(link)
@@ -328,7 +328,7 @@ class Parts:
         self.federation.wan_down(wan, self.now_us, silent=self.drains.has_acknowledged(wan))
         forgotten = wan.forget()
         del self.neighbors[wan.number], self._pulsing[wan.number]
-        self._take_apart(self._connection_parts(wan, forgotten))
+        self.take_apart(self._connection_parts(wan, forgotten))
         self.drains.forget(wan, self.now_us)
 
     def _connection_parts(self, neighbor: Neighbor, forgotten: Iterator[int]) -> Iterator[int]:
@@ -519,6 +519,7 @@ class Parts:
             "draining": self.draining,
             "sessions": [],
             "clusters": {},
+            "other_keys": [],
         }
         for session in list(self.sessions.values()):
             yield {
@@ -540,10 +541,11 @@ class Parts:
             }
         for name, counts in self.interest.cluster_counts():
             yield {"clusters": {name: counts}}
+        for shown in self._casts.other_keys.shown():
+            yield {"other_keys": [shown]}
         yield from self.mesh.status(self.now_us, self.wall_us)
         yield {
             "clusters_not_shown": max(0, self.interest.names - MAX_SHOWN),
-            "other_keys": self._casts.other_keys.shown(),
             "accounts": self.accounts.report(self.held_messages),
             **self.federation.status(self.now_us, self.wall_us),
             "slow": self.slow.report(self.now_us),

@@ -16,7 +16,7 @@ import ssl
 import termios
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, cast
 
 from iris.transport import Writer
@@ -39,6 +39,8 @@ FAULT_PAUSE_US: Final = 200_000
 """Pause before the router is called again after an internal error."""
 _RECORD_BYTES: Final = 16 << 10
 """Most bytes that one TLS record carries."""
+_FREED: Final = 64
+"""Frames that are freed together."""
 
 
 class Driver:
@@ -368,7 +370,8 @@ class ConnectionPort(asyncio.BufferedProtocol):
             self._router.accounts.out -= self._held
             self._router.accounts.drop(cause, self._held)
             self._held = 0
-        self._queue.clear()
+        queue, self._queue = self._queue, deque()
+        self._router.take_apart(_freed(queue))
         self._chunks.clear()
         self._budget.released(self._queued_bytes)
         self._budget.ended(self)
@@ -598,6 +601,14 @@ class ConnectionPort(asyncio.BufferedProtocol):
             neighbor = self._neighbor()
             if neighbor is not None:
                 neighbor.aliases.forget_past()
+
+
+def _freed(queue: deque[Entry]) -> Iterator[int]:
+    """Free the frames of a lost connection in parts, which yield their work: it may be 64 MiB in small pieces."""
+    while queue:
+        for _ in range(min(_FREED, len(queue))):
+            queue.popleft()
+        yield _FREED // 4
 
 
 def _control_bytes(entry: Entry) -> int:

@@ -134,6 +134,18 @@ async def test_what_was_received_before_the_connection_was_lost_is_handled(rig: 
     assert rig.ns - seen == (PINGS - 2) * (CONTROL_NS // 2)
 
 
+async def test_what_was_not_written_to_a_lost_connection_is_freed_in_parts(rig: Rig) -> None:
+    rig.port.pause_writing()
+    for _ in range(10_000):
+        rig.port.control(b"\x07\0\0\0\x18\0\x81")
+    rig.port.connection_lost(ConnectionResetError())
+    steps = 0
+    while len(rig.router.endings):
+        rig.router.endings.expire(rig.router.now_us)
+        steps += 1
+    assert steps >= 8
+
+
 async def test_questions_that_wait_when_the_connection_is_lost_are_not_answered(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
