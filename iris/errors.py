@@ -27,6 +27,8 @@
     │   ├── AmbiguousStream    several stores have a stream of this name; name it by uuid
     │   ├── OffsetConflict     the stream does not end at the expected offset; nothing was stored
     │   ├── StagedMissing      an attempt of a batch is not staged, or incomplete; nothing was committed
+    │   ├── NotActive          another worker of the consumer is active, so what this one settled was refused
+    │   ├── TooManyWorkers     no more workers can stand by for the consumer
     │   ├── StreamDamaged      the store's disk no longer has what was written to it
     │   └── StreamUnavailable  the store, its disk or the connection to it failed or did not answer in time
     ├── TunnelBroken           the tunnel ended although neither side closed it
@@ -291,6 +293,18 @@ class OffsetConflict(StreamError):
 
 class StagedMissing(StreamError):
     """An attempt of a batch is not staged, or not as it was reported. Nothing was committed; stage it again."""
+
+
+class NotActive(StreamError):
+    """Another worker of the consumer took the place of this one, which was away for too long or was told to hand over.
+
+    What this one settled since then was refused: the store delivers those messages to the active worker. If this one
+    asks for messages again, it stands by.
+    """
+
+
+class TooManyWorkers(StreamError):
+    """The consumer has as many workers as can be active or stand by. The text says how many."""
 
 
 class StreamDamaged(StreamError):

@@ -15,6 +15,9 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     # Streams
     "stream.partition_away": "Partition {partition} of stream {stream} cannot be read now: {error}. The other partitions are read, and this one is tried again.",
     "stream.partition_back": "Partition {partition} of stream {stream} is read again.",
+    "consumer.active": "This worker of consumer {consumer} of stream {stream} is active: it receives the messages.",
+    "consumer.standing_by": "This worker of consumer {consumer} of stream {stream} stands by; workers before it: {before}.",
+    "consumer.replaced": "Another worker of consumer {consumer} of stream {stream} has replaced this one, which was away for too long or was told to hand over. It stands by, and what it settles is refused.",
     # Programs: clients, services, iris run
     "client.connected": "The client is connected again after {away_s} s without a relay.",
     "client.disconnected": "The client lost its relay: {reason}. It looks for one again.",

@@ -22,6 +22,7 @@ from iris.errors import (
     MessageTooLarge,
     NoMembers,
     NoStream,
+    NotActive,
     OffsetConflict,
     Overloaded,
     RelayError,
@@ -34,6 +35,7 @@ from iris.errors import (
     StreamError,
     StreamExists,
     StreamUnavailable,
+    TooManyWorkers,
     TunnelBroken,
 )
 from iris.handlers import Deferred, Reply, Request
@@ -89,6 +91,7 @@ __all__ = [
     "Middleware",
     "NoMembers",
     "NoStream",
+    "NotActive",
     "OffsetConflict",
     "Outcome",
     "Overloaded",
@@ -124,6 +127,7 @@ __all__ = [
     "Subscription",
     "SubscriptionStats",
     "Survey",
+    "TooManyWorkers",
     "Tunnel",
     "TunnelBroken",
     "connect",

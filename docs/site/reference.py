@@ -39,7 +39,7 @@ NAMES: Final = {
         "IrisError", "RequestError", "NoMembers", "Overloaded", "RequestTimeout", "ConnectionLost", "RemoteError", "RelayError",
         "DecodeError", "Closed", "RelayUnavailable", "MessageTooLarge", "EncodeError", "ConfigError", "InvalidName", "KeyringError",
         "TunnelBroken", "StreamError", "NoStream", "AmbiguousStream", "StreamExists", "StreamUnavailable", "StreamDamaged",
-        "OffsetConflict", "StagedMissing",
+        "OffsetConflict", "StagedMissing", "NotActive", "TooManyWorkers",
     )),
     "keys": ("Keys", "Keyrings, for programs that do not read theirs from a file", ("Keyring", "ClusterKey")),
 }  # fmt: skip

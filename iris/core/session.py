@@ -177,6 +177,11 @@ class Session(ServingSession):
         self._prove_first = keys
         self._ticket = ticket or msgspec.UNSET
 
+    @property
+    def has_ticket(self) -> bool:
+        """Whether the session shows a ticket, which limits what it may do."""
+        return isinstance(self._ticket, str)
+
     def mark_alive(self) -> None:
         if self._heartbeat is not None:
             self._heartbeat.last_us = self.mono_us

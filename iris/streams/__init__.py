@@ -364,12 +364,14 @@ class Streams(Management):
         self, name: str, consumer: str, start: Start = "first", *, shared: bool = False, durable: bool = True, ack_timeout: float = 30.0,
         max_deliver: int = 0, prefetch: int = BATCH_MESSAGES, create: bool = True, partition: int | None = None, uuid: str = "",
         patience: float = PATIENCE_S, on_gap: Callable[[StreamGap], object] | None = None,
+        on_active: Callable[[bool], object] | None = None,
     ) -> Consumer:  # fmt: skip
         """Return a worker of a consumer, whose position in the stream the store keeps; see `Consumer`.
 
         The first batch creates the consumer, at `start`; without `create`, it raises StreamError if there is none. With
-        `shared`, several workers share its messages, those of one key in order; without it, the latest worker receives
-        everything. A consumer that is not `durable` is
+        `shared`, several workers share its messages, those of one key in order. Without it, one worker is active, and
+        the others stand by in the order in which they came; `on_active` is called with True when this worker becomes
+        active, and with False when another one has replaced it. A consumer that is not `durable` is
         deleted after a minute without a worker. A message that was delivered `max_deliver` times (0: no limit)
         without an acknowledgement moves to the dead letters, the stream `NAME.dead`. With a `partition` it works on
         that one only, otherwise on all that the stream has.
@@ -381,7 +383,8 @@ class Streams(Management):
             check_whole("partition", partition, 0)
         return self._make_consumer(
             self._stores, name, consumer, start, shared=shared, durable=durable, ack_timeout=ack_timeout, max_deliver=max_deliver,
-            prefetch=prefetch, create=create, uuid=uuid, patience=patience, on_gap=on_gap, partition=partition,
+            prefetch=prefetch, create=create, uuid=uuid, patience=patience, on_gap=on_gap, on_active=on_active,
+            partition=partition,
         )  # fmt: skip
 
     # -- copies ----------------------------------------------------------------------------------------------
@@ -424,6 +427,7 @@ class Streams(Management):
     def end(self) -> None:
         """Stop sending, and fail the pending appends. The client calls it."""
         self._targets.end("the client was closed")
+        self._stores.attendance.end()
 
     # -- internals -------------------------------------------------------------------------------------------
 

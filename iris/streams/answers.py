@@ -8,12 +8,14 @@ from typing import Final, TypeVar
 from iris.errors import (
     IrisError,
     NoStream,
+    NotActive,
     StagedMissing,
     StreamDamaged,
     StreamError,
     StreamExists,
     StreamSuperseded,
     StreamUnavailable,
+    TooManyWorkers,
 )
 from iris.wire.streams import Refused
 
@@ -59,4 +61,6 @@ _ERRORS: Final[dict[str, Callable[[str, str], IrisError]]] = {
     "damaged": StreamDamaged,
     "staged": StagedMissing,
     "superseded": StreamSuperseded,
+    "not-active": NotActive,
+    "workers": TooManyWorkers,
 }

@@ -244,6 +244,12 @@ class Consumer(_Messages[asynchronous.Consumer]):
     touch = _calling(asynchronous.Consumer.touch)
     flush = _waiting(asynchronous.Consumer.flush)
 
+    def __exit__(self, *raised: object) -> None:
+        self._closed = True
+        failed = isinstance(raised[1], Exception)
+        with contextlib.suppress(Closed):  # the client was closed first, and everything with it
+            self._run(self._original._close(failed=failed))
+
     def stop(self) -> None:
         """Deliver no further message, so that the loop ends; see `iris.streams.Consumer.stop`. For any thread."""
         self._stopped = True
@@ -254,6 +260,11 @@ class Consumer(_Messages[asynchronous.Consumer]):
     def lag(self) -> int:
         """Messages not settled yet, as of the last delivery."""
         return self._original.lag
+
+    @property
+    def active(self) -> bool:
+        """Whether this worker receives messages; see `iris.streams.Consumer.active`."""
+        return self._original.active
 
     @property
     def missing(self) -> dict[int, Exception]:
@@ -335,6 +346,7 @@ class Streams(_Proxy[asynchronous.Streams]):
     change_consumer = _waiting(asynchronous.Streams.change_consumer)
     pause_consumer = _waiting(asynchronous.Streams.pause_consumer)
     resume_consumer = _waiting(asynchronous.Streams.resume_consumer)
+    handover_consumer = _waiting(asynchronous.Streams.handover_consumer)
     dead_letters = _waiting(asynchronous.Streams.dead_letters)
     redrive = _waiting(asynchronous.Streams.redrive)
     promote = _waiting(asynchronous.Streams.promote)

@@ -16,7 +16,13 @@ from iris.streams.partitions import Layout, find_layout, numbered
 from iris.streams.records import StreamMessage
 from iris.streams.redriving import Letters, RedriveInfo
 from iris.streams.stores import Stores
-from iris.wire.consumers import ChangeConsumer, ConsumerInfo, Consumers, DeleteConsumer
+from iris.wire.consumers import (
+    ChangeConsumer,
+    ConsumerInfo,
+    Consumers,
+    DeleteConsumer,
+    HandOver,
+)
 from iris.wire.names import listed
 from iris.wire.streams import Settled
 
@@ -58,15 +64,26 @@ def summed(infos: Sequence[ConsumerInfo]) -> ConsumerInfo:
     if len(infos) == 1:
         return first
     totals = {field: sum(getattr(info, field) for info in infos) for field in _SUMMED}
+    workers, standing = (
+        max(getattr(info, field) for info in infos) for field in ("workers", "standing")
+    )
+    active, standing_by = (
+        list(dict.fromkeys(each for info in infos for each in getattr(info, field)))
+        for field in ("active", "standing_by")
+    )
     return structs.replace(
-        first, **totals, workers=max(info.workers for info in infos), paused=all(info.paused for info in infos)
+        first, **totals, workers=workers, paused=all(info.paused for info in infos), active=active, standing_by=standing_by,
+        standing=standing,
     )  # fmt: skip
 
 
 async def change_in_each(
-    stores: Stores, name: str, call: ChangeConsumer, uuid: str, timeout: float
+    stores: Stores, name: str, call: ChangeConsumer | HandOver, uuid: str, timeout: float
 ) -> ConsumerInfo:
-    """Change a consumer in every partition that has it; return its state. Raises StreamError."""
+    """Change a consumer in every partition that has it, or has a worker to hand over to; return its state.
+
+    Raises StreamError.
+    """
     answers = await _where_it_is(
         stores, name, uuid, call, Consumers, timeout, "could not be changed"
     )
@@ -178,7 +195,7 @@ async def _in_each(
 
 
 async def _where_it_is(
-    stores: Stores, name: str, uuid: str, call: ChangeConsumer | DeleteConsumer, answer: type[T], timeout: float, otherwise: str
+    stores: Stores, name: str, uuid: str, call: ChangeConsumer | DeleteConsumer | HandOver, answer: type[T], timeout: float, otherwise: str
 ) -> list[T]:  # fmt: skip
     """Make a call about a consumer to every partition; return the answers of those that have it.
 
@@ -206,5 +223,5 @@ async def _where_it_is(
 
 
 def _is_unknown(err: StreamError) -> bool:
-    """Return whether a store said that a partition has no such consumer."""
-    return err.detail.startswith("the stream has no consumer")
+    """Return whether a store said that a partition has no such consumer, or no worker to hand it over to."""
+    return err.detail.startswith(("the stream has no consumer", "no worker of consumer"))

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextvars import copy_context
 from typing import Final, Self
 
 from iris.awaiting import check_callback, check_returned
@@ -13,6 +14,7 @@ from iris.checks import check_flag, check_number, check_whole
 from iris.errors import Closed, RequestError, StreamError, StreamUnavailable
 from iris.forks import FORKED, disable_in_child
 from iris.iterating import Items
+from iris.logs import RAISED, logger
 from iris.misuse import AsyncOnly
 from iris.one_process import OneProcess
 from iris.streams.interleaving import Interleaved
@@ -22,6 +24,8 @@ from iris.streams.records import Settler, StreamGap, StreamMessage
 from iris.streams.stores import Stores
 from iris.streams.worker import Settings, Worker
 from iris.wire.consumers import ACK_TIMEOUT_US, MAX_CONSUMED, MAX_DELIVER
+
+log = logger(__name__)
 
 BATCH_MESSAGES: Final = 1000
 
@@ -45,8 +49,12 @@ class Consumer(OneProcess, AsyncOnly, Items[StreamMessage]):
     that this keyring cannot open are reported to `on_gap` and delivered again, to a worker that may have the key, up to
     `max_deliver` times.
 
-    The workers of a stream with several partitions share all of them, each with the order of its keys. `prefetch`
-    counts for each partition. While the store of one is away, a worker goes on with the others; `missing` says why.
+    Workers of a `shared` consumer share the messages, with the order of each key. Without `shared` one worker is
+    active, `active` says whether it is this one, and the others stand by. `ack` and the other calls of a worker that
+    was replaced are refused: the next batch, or `flush`, raises NotActive.
+
+    All that holds for each partition of a stream by itself, and `prefetch` counts for each partition. While the store
+    of one is away, a worker goes on with the others; `missing` says why.
 
     Several tasks may take messages of one worker: each message goes to one of them.
     """
@@ -56,7 +64,7 @@ class Consumer(OneProcess, AsyncOnly, Items[StreamMessage]):
     def __init__(
         self, stores: Stores, stream: str, name: str, start: Start, *, shared: bool, durable: bool, ack_timeout: float,
         max_deliver: int, prefetch: int, create: bool, uuid: str, patience: float, on_gap: Callable[[StreamGap], object] | None,
-        partition: int | None = None,
+        on_active: Callable[[bool], object] | None = None, partition: int | None = None,
     ) -> None:  # fmt: skip
         """With `partition` it works on one partition, otherwise on all."""
         check_consumer(ack_timeout, max_deliver)
@@ -74,12 +82,18 @@ class Consumer(OneProcess, AsyncOnly, Items[StreamMessage]):
             name, shared, durable, round(ack_timeout * 1e6), max_deliver, prefetch, create, patience
         )  # fmt: skip
         check_callback("on_gap", on_gap)
+        check_callback("on_active", on_active)
         self._on_gap = on_gap
+        self._on_active = on_active
+        self._was_active = False
+        """What `on_active` was called with last."""
+        self._context = copy_context()
+        """That of the program, of which each call of `on_active` has a copy."""
         self._ready: deque[StreamMessage] = deque()
         self._settler = Settler()
         self._settler.bind(self)
         self._worker: Worker | None = Worker(
-            stores, self._settings, stream, uuid, start, self._report, self._settler
+            stores, self._settings, stream, uuid, start, self._report, self._settler, self._seated
         )
         """The worker of the one log; None if the stream has several partitions."""
         self._workers = {0: self._worker}
@@ -125,8 +139,10 @@ class Consumer(OneProcess, AsyncOnly, Items[StreamMessage]):
         """Wait for the next messages and return them, at least one. Raises StopAsyncIteration after `stop`.
 
         Raises:
-            StreamError: another worker took over, the consumer exists with other settings or was deleted, or its store
-                was away for longer than `patience`.
+            StreamError: the consumer exists with other settings or was deleted, or its store was away for longer than
+                `patience`.
+            NotActive: another worker replaced this one, and what this one settled afterwards was refused.
+            TooManyWorkers: no more workers can stand by.
         """
         async with self._taking:
             return await self._next_batch()
@@ -142,17 +158,19 @@ class Consumer(OneProcess, AsyncOnly, Items[StreamMessage]):
         assert self._parts is not None  # there are several partitions
         if self._closed:
             raise Closed(f"consumer {self.name!r} of {self.stream!r} {self._closed}")
-        if self._stopping:
-            raise StopAsyncIteration
-        if self._taken >= 0:
-            self._workers[self._taken].waiting = ()
-            self._parts.resume(self._taken)
-            self._taken = -1
-        number, messages = await self._parts.next()
-        if self._stopping:
-            raise StopAsyncIteration
-        self._workers[number].waiting, self._taken = self._ready, number
-        return messages
+        batch: list[StreamMessage] = []
+        while not batch:  # a worker that was replaced has dropped those that waited
+            if self._stopping:
+                raise StopAsyncIteration
+            if self._taken >= 0:
+                self._workers[self._taken].waiting = []
+                self._parts.resume(self._taken)
+                self._taken = -1
+            number, batch = await self._parts.next()
+            if self._stopping:
+                raise StopAsyncIteration
+            self._workers[number].waiting, self._taken = self._ready, number
+        return batch
 
     def stop(self) -> None:
         """Deliver no further message: the iteration ends. Messages that were delivered can still be settled.
@@ -171,6 +189,14 @@ class Consumer(OneProcess, AsyncOnly, Items[StreamMessage]):
         return sum(worker.lag for worker in self._workers.values())
 
     @property
+    def active(self) -> bool:
+        """Whether this worker receives messages, as far as the store has said: of one partition or more.
+
+        A worker of a shared consumer is always active. Another one is not before the store says so.
+        """
+        return any(worker.active for worker in self._workers.values())
+
+    @property
     def missing(self) -> dict[int, Exception]:
         """Partitions whose store is away -> why. The worker goes on with the others, and tries these again."""
         return {} if self._parts is None else dict(self._parts.missing)
@@ -179,6 +205,25 @@ class Consumer(OneProcess, AsyncOnly, Items[StreamMessage]):
         self.gaps.append(gap)
         if self._on_gap is not None:
             check_returned(self._on_gap(gap))
+
+    def _seated(self, worker: Worker, place: int, replaced: bool) -> None:
+        """A worker is active now, or stands by."""
+        fields: dict[str, object] = {"consumer": self.name, "stream": worker.stream}
+        if replaced:
+            log.warning("consumer.replaced", extra={"fields": fields})
+        elif place:
+            log.info("consumer.standing_by", extra={"fields": {**fields, "before": place}})
+        else:
+            log.info("consumer.active", extra={"fields": fields})
+        if self._on_active is None or self.active == self._was_active:
+            return
+        self._was_active = self.active
+        try:
+            check_returned(self._context.copy().run(self._on_active, self.active))
+        except RAISED as err:
+            self._stores.runtime.handler_failed(
+                f"on_active of consumer {self.name}", "", self._on_active, err
+            )
 
     # -- partitions ------------------------------------------------------------------------------------------
 
@@ -221,8 +266,8 @@ class Consumer(OneProcess, AsyncOnly, Items[StreamMessage]):
     def _add(self, layout: Layout, number: int, start: Start) -> Worker:
         name, uuid = layout.log(number)
         worker = Worker(
-            self._stores, self._settings, name, uuid, start, self._report, self._settler, number
-        )
+            self._stores, self._settings, name, uuid, start, self._report, self._settler, self._seated, number
+        )  # fmt: skip
         self._workers[number] = worker
         return worker
 
@@ -311,16 +356,25 @@ class Consumer(OneProcess, AsyncOnly, Items[StreamMessage]):
     # -- life ------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Send the store what was settled, and release the rest to other workers. Idempotent."""
+        """Send the store what was settled, and release the rest to other workers. Idempotent.
+
+        Unless the consumer is shared, the worker that stands by next is active at once, and the messages that this one
+        holds do not count as delivered. If an exception leaves the `async with`, those that the loop has begun with
+        count: they may be its cause.
+        """
+        await self._close(failed=False)
+
+    async def _close(self, *, failed: bool) -> None:
         if self._closed:
             return
         self._closed = CLOSED
         if self._worker is not None:
-            await self._worker.close()
+            await self._worker.close(failed=failed)
         else:
             assert self._parts is not None  # there are several partitions
             await self._parts.close()
-            await asyncio.gather(*(worker.close() for worker in self._workers.values()))
+            workers = self._workers.values()
+            await asyncio.gather(*(worker.close(failed=failed) for worker in workers))
         self._ready.clear()
 
     def _forked(self) -> None:
@@ -335,8 +389,8 @@ class Consumer(OneProcess, AsyncOnly, Items[StreamMessage]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        await self._close(failed=kind is not None and issubclass(kind, Exception))
 
 
 def _passing(error: Exception) -> bool:

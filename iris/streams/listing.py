@@ -178,8 +178,10 @@ async def list_consumers(
     """Return the consumers of a stream and their positions, by name. Raises StreamError."""
     found: list[ConsumerInfo] = []
     more, until_s = True, time.monotonic() + timeout
+    _, session = await stores.runtime.ready(name, timeout)
+    workers = not session.has_ticket
     while more and len(found) < MAX_FOUND:
-        call = DescribeConsumers(found[-1].name if found else "")
+        call = DescribeConsumers(found[-1].name if found else "", workers)
         answer = await stores.ask_stream(
             name, uuid, call, Consumers, timeout=seconds_left(until_s), asked=timeout
         )

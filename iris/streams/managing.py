@@ -51,7 +51,7 @@ from iris.streams.partitions import (
 from iris.streams.records import StreamMessage
 from iris.streams.redriving import RedriveInfo
 from iris.streams.stores import Stores
-from iris.wire.consumers import ChangeConsumer, ConsumerInfo
+from iris.wire.consumers import ChangeConsumer, ConsumerInfo, HandOver
 from iris.wire.names import check_address, check_cluster, check_filter, optional, split_site
 from iris.wire.orders import Definition, split_partition
 
@@ -399,6 +399,18 @@ class Management(OneProcess):
         return await self._change_consumer(
             name, ChangeConsumer(consumer, paused=False), uuid, timeout
         )
+
+    async def handover_consumer(
+        self, name: str, consumer: str, *, uuid: str = "", timeout: float = 5.0
+    ) -> ConsumerInfo:
+        """Let the next worker that stands by be active, in all partitions where there is one. Raises StreamError.
+
+        The worker that was active stands by as the last. What it holds is delivered to the next one, and what it
+        settles is refused.
+        """
+        check_address(name)
+        call = HandOver(check_cluster(consumer))
+        return await change_in_each(self._stores, name, call, uuid, timeout)
 
     async def _change_consumer(
         self, name: str, call: ChangeConsumer, uuid: str, timeout: float

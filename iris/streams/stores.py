@@ -33,6 +33,7 @@ from iris.errors import (
 )
 from iris.runtime import Runtime
 from iris.streams.answers import checked
+from iris.streams.attendance import Attendance
 from iris.streams.holders import Holder, Holders
 from iris.streams.verified import VerifiedStream
 from iris.wire.kinds import STORES
@@ -102,6 +103,8 @@ class Stores:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.holders = Holders(runtime)
+        self.attendance = Attendance(self)
+        """Keeps the places of this client's workers of consumers that are not shared."""
         self.openers: weakref.WeakSet[KeyUser] = weakref.WeakSet()
         """Objects that cache keys and must drop them when the keyring changes."""
         self._locations: dict[tuple[str, str], StreamLocation] = {}

@@ -7,18 +7,26 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, MutableSequence
 from typing import Final
 
 from msgspec import Struct, structs
 
-from iris.errors import Closed, IrisError, RequestError, StreamError, StreamUnavailable
+from iris.errors import (
+    Closed,
+    IrisError,
+    NotActive,
+    RequestError,
+    StreamError,
+    StreamUnavailable,
+)
 from iris.forks import FORKED
+from iris.program import host_name
 from iris.streams.reading import CLOSED, Start, offset_in, resolve_dead, start_of
 from iris.streams.records import RecordOpener, Settler, StreamGap, StreamMessage, to_gap
 from iris.streams.stores import Stores
 from iris.streams.verified import VerifiedStream
-from iris.wire.consumers import Consume, Delivered, Handed, Range, Settle
+from iris.wire.consumers import MAX_LABEL, Consume, Delivered, Handed, Range, Settle
 from iris.wire.names import split_site
 from iris.wire.stream_items import Record
 from iris.wire.streams import Settled
@@ -54,15 +62,23 @@ class Worker:
 
     def __init__(
         self, stores: Stores, settings: Settings, stream: str, uuid: str, start: Start, report: Callable[[StreamGap], object],
-        settler: Settler, number: int = 0,
+        settler: Settler, seated: Callable[[Worker, int, bool], object], number: int = 0,
     ) -> None:  # fmt: skip
-        """`settler` leads from messages to their consumer. `number` is the partition whose log is `stream`."""
+        """`settler` leads from messages to their consumer. `number` is the partition whose log is `stream`.
+
+        `seated(worker, place, replaced)` is called when it becomes active (at place 0) or stands by, `replaced` if it
+        was active before.
+        """
+        self.id = os.urandom(16)
         self.stream = stream
+        self.consumer = settings.name
+        self.active = settings.shared
+        """It receives messages, as far as the store has said."""
         self.lag = 0
         """Messages not settled yet, as of the last delivery."""
         self.lease_us = settings.ack_timeout_us
         """The ack timeout in force, which may have been changed since the consumer was created."""
-        self.waiting: Collection[StreamMessage] = ()
+        self.waiting: MutableSequence[StreamMessage] = []
         """Messages that the loop has not begun with. Their ack timeout is restarted while it goes on with others."""
         self._stores = stores
         self._settings = settings
@@ -71,7 +87,9 @@ class Worker:
         self._number = number
         self._report_gap = report
         self._settler = settler
-        self._id = os.urandom(16)
+        self._seated = seated
+        self._place = 0 if settings.shared else -1
+        """Its place in the line of workers; -1 until it is known."""
         self._opener = RecordOpener(stores.runtime.find_key)
         stores.openers.add(self._opener)
         self._held: set[int] = set()
@@ -97,6 +115,10 @@ class Worker:
         """Monotonic time at which the ack timeout of the messages in `waiting` was last restarted."""
         self._progress = False
         """The loop has settled messages of other partitions since messages here were last renewed."""
+        self._asks_if_active = False
+        """The store does not know its place: ask whether it is still active, by confirming what it holds."""
+        self._settles = False
+        """The last call settles or touches something."""
         self._unconfirmed: list[int] = []
         """Offsets of the last delivery, until the store knows that it arrived."""
         self._confirm_timer: asyncio.TimerHandle | None = None
@@ -164,6 +186,36 @@ class Worker:
                     self._renewed_s = time.monotonic()
                 return messages
 
+    @property
+    def uuid(self) -> str:
+        """Identity of the log, in hex; empty until it is known."""
+        return self._uuid
+
+    def placed(self, place: int | None) -> None:
+        """Note the place in the line of workers that the store has said: 0 if it is active; None if it has none."""
+        if self._closed or self._settings.shared:
+            return
+        if place is None:
+            if self.active and self._held:
+                self._asks_if_active = True
+                self._schedule()
+            return
+        replaced, known = self.active and place > 0, self._place
+        self.active, self._place = place == 0, place
+        if replaced:
+            self._drop_held()
+        if (place > 0) != (known > 0) or known < 0:
+            self._seated(self, place, replaced)
+
+    def _drop_held(self) -> None:
+        """Drop messages that the program has not begun with, because they are delivered to another worker."""
+        self.waiting.clear()
+        self._held.clear()
+        self._cancel_confirm()
+        task = self._batch_task
+        if task is not None and task.done():
+            self._batch_task = None
+
     def stop(self) -> None:
         """Receive no further messages: `batch` raises StopAsyncIteration."""
         self._stopping = True
@@ -181,9 +233,15 @@ class Worker:
         self._cancel_confirm()  # the call below confirms the last delivery
         await self._wait_settled()
         call = Consume(
-            settings.name, self._id, BATCH_BYTES, settings.prefetch, WAIT_MS, self._offset, settings.shared, settings.durable,
+            settings.name, self.id, BATCH_BYTES, settings.prefetch, WAIT_MS, self._offset, settings.shared, settings.durable,
             settings.ack_timeout_us, settings.max_deliver, self._lost_answer, settings.create,
         )  # fmt: skip
+        if not settings.shared:
+            self._stores.attendance.keep(self)
+            label = f"{self._stores.runtime.config.label}, pid {os.getpid()} on {host_name()}"
+            call = structs.replace(
+                call, lease=self._stores.attendance.lease, label=label[:MAX_LABEL], was_active=self.active
+            )  # fmt: skip
         # Until the answer has arrived and is opened, assume that it was lost.
         again, self._lost_answer = self._lost_answer, True
         try:
@@ -199,11 +257,6 @@ class Worker:
         self._away_since_s = 0.0
         self.lag = delivered.lag
         self.lease_us = delivered.ack_timeout_us or settings.ack_timeout_us
-        if delivered.fenced:
-            raise StreamError(
-                self.stream,
-                f"another worker of consumer {settings.name!r} has taken over; set shared=True to share its messages",
-            )
         messages: list[StreamMessage] = []
         for delivery in delivered.items:
             messages += await self._open_item(delivery)
@@ -212,6 +265,8 @@ class Worker:
             messages = [message for message in messages if message.offset not in self._held]
         self._held.update(message.offset for message in messages)
         self._lost_answer = False
+        if messages:
+            self.placed(0)
         if messages and not self._closed:
             # A worker that is busy with the first message still holds the others.
             self._unconfirmed = [message.offset for message in messages]
@@ -234,6 +289,8 @@ class Worker:
         """Pause before the next try; raise `err` if retrying cannot help or `patience` has run out."""
         now_s = time.monotonic()
         self._stores.forget(self.stream, self._uuid)
+        if not self._settings.shared:
+            self._stores.attendance.look_again(self)
         self._away_since_s = self._away_since_s or now_s
         if (
             isinstance(err, StreamError)
@@ -345,21 +402,29 @@ class Worker:
     async def _settle(self) -> None:
         try:
             while call := self._next_call():
-                await self._stores.ask_stream(
-                    self.stream,
-                    self._uuid,
-                    call,
-                    Settled,
-                    timeout=self._settings.patience,
-                    writes=True,
-                )
+                await self._send(call)
         except IrisError as err:
             self._error = err
         finally:
             self._settle_task = None
 
-    def _next_call(self, *, leaving: bool = False) -> Settle | None:
-        """Return the next call with what is to be settled, as much as one call holds; None if there is nothing."""
+    async def _send(self, call: Settle) -> None:
+        """Send what was settled. Raises StreamError, RequestError; NotActive only if it is about what the loop did."""
+        settles = self._settles
+        try:
+            await self._stores.ask_stream(
+                self.stream, self._uuid, call, Settled, timeout=self._settings.patience, writes=True
+            )
+        except NotActive:
+            self.placed(1)
+            if settles:
+                raise
+
+    def _next_call(self, *, leaving: bool = False, begun: bool = True) -> Settle | None:
+        """Return the next call with what is to be settled, as much as one call holds; None if there is nothing.
+
+        `begun`: if the worker is leaving, count the delivery of messages that the program has begun with.
+        """
         had: list[Range] = []
         if self._confirm_timer is None:
             had, self._unconfirmed = _ranges(self._unconfirmed)
@@ -377,7 +442,7 @@ class Worker:
         progress, self._progress = self._progress, False
         waits = [message.offset for message in self.waiting]
         if leaving:
-            unseen, _ = _ranges(waits)
+            unseen, _ = _ranges(waits if begun else self._held)
         elif waits and (done or failed or through >= 0 or progress):
             # The loop makes progress: what waits for it must not time out meanwhile.
             now_s = time.monotonic()
@@ -385,12 +450,16 @@ class Worker:
                 self._renewed_s = now_s
                 waiting, _ = _ranges(waits)
                 held = [*held, *waiting][:MAX_RANGES]
+        self._settles = bool(done or held or failed or through >= 0)
+        asks, self._asks_if_active = self._asks_if_active, False
+        if asks:
+            had, _ = _ranges(self._held)
         if not (done or held or failed or leaving or had or through >= 0):
             return None
         last = None if through < 0 else through
         return Settle(
             self._settings.name,
-            self._id,
+            self.id,
             done,
             failed,
             held,
@@ -416,11 +485,17 @@ class Worker:
         self._acked, self._nacked, self._touched, self._unconfirmed = [], {}, [], []
         self._acked_through = -1
 
-    async def close(self) -> None:
-        """Send the store what was settled, and release the rest to other workers. Idempotent."""
+    async def close(self, *, failed: bool = False) -> None:
+        """Send the store what was settled, and release the rest to other workers. Idempotent.
+
+        What was delivered here does not count as delivered, unless the consumer is shared or the loop has `failed`:
+        then messages that it has begun with count, because one of them may be the cause.
+        """
         if self._closed:
             return
         self._closed = CLOSED
+        if not self._settings.shared:
+            self._stores.attendance.leave(self)
         self._cancel_confirm()
         task, self._batch_task = self._batch_task, None
         if task is not None:
@@ -429,7 +504,7 @@ class Worker:
         with contextlib.suppress(TimeoutError, IrisError):
             async with asyncio.timeout(SETTLE_S):
                 await self._wait_settled()
-                if self._offset >= 0 and (call := self._next_call(leaving=True)) is not None:
+                if self._offset >= 0 and (call := self._last_call(failed)) is not None:
                     await self._stores.ask_stream(
                         self.stream,
                         self._uuid,
@@ -442,6 +517,9 @@ class Worker:
         if self._settle_task is not None:
             self._settle_task.cancel()
             self._settle_task = None
+
+    def _last_call(self, failed: bool) -> Settle | None:
+        return self._next_call(leaving=True, begun=failed or self._settings.shared)
 
 
 def _log(name: str, uuid: str) -> str:

@@ -15,6 +15,12 @@ ACK_TIMEOUT_US: Final = (1000, 86_400_000_000)
 MAX_DELIVER: Final = 65_535
 MAX_CONSUMED: Final = 1 << 20
 """Most messages in one delivery."""
+MAX_LABEL: Final = 160
+"""Most characters of what people are shown of a worker."""
+MAX_SHOWN: Final = 8
+"""Most workers that stand by which are shown of a consumer."""
+MAX_PLACES: Final = 4096
+"""Most places in one "attended"."""
 MAX_REDRIVEN: Final = 1024
 """Most dead letters in one "redrive"."""
 
@@ -33,6 +39,9 @@ class Consume(Struct, frozen=True, tag_field="op", tag="consume"):
     """Request for the next items for a worker of a consumer. Answered with Delivered.
 
     With `create`, a new consumer is created with these settings; later calls must have equal settings.
+
+    Unless the consumer is `shared`, one worker is active, and the others stand by in the order in which they first
+    asked.
     """
 
     consumer: Name
@@ -49,6 +58,12 @@ class Consume(Struct, frozen=True, tag_field="op", tag="consume"):
     """Whether the last answer was lost, so that everything this worker holds must be delivered again."""
     create: bool = True
     """Whether the consumer is created if it does not exist. A relay allows that to no session with a ticket."""
+    lease: Id16 | None = None
+    """The lease of this client's workers, which Attend renews; None: the calls of this worker alone renew it."""
+    label: Annotated[str, Meta(max_length=MAX_LABEL)] = ""
+    """What people are shown of the worker."""
+    was_active: bool = False
+    """Whether the worker was active when it last heard of it, so that it is again after a restart of the store."""
 
 
 class Settle(Struct, frozen=True, tag_field="op", tag="settle"):
@@ -74,10 +89,30 @@ class Settle(Struct, frozen=True, tag_field="op", tag="settle"):
     """Messages that the worker returns without having begun with them; this does not count as a delivery."""
 
 
+class Attend(Struct, frozen=True, tag_field="op", tag="attend"):
+    """Renews the lease of a client's workers at a store, of all streams there. Answered with Attended.
+
+    The answer comes when the place of one of them changes, or after `wait_ms`. The call may go to any stream in which
+    the client has a worker of the `consumer`.
+    """
+
+    consumer: Name
+    lease: Id16
+    wait_ms: Annotated[int, Meta(ge=0, le=10_000)] = 0
+
+
+class HandOver(Struct, frozen=True, tag_field="op", tag="hand-over"):
+    """Request to let the next worker that stands by be active. Answered with Consumers, which lists this one."""
+
+    consumer: Name
+
+
 class DescribeConsumers(Struct, frozen=True, tag_field="op", tag="consumers"):
     """Request for the consumers after the name `after`. Answered with Consumers."""
 
     after: Annotated[str, Meta(max_length=255)] = ""
+    workers: bool = False
+    """Whether to say which workers are active and stand by. A relay allows that to no session with a ticket."""
 
 
 class DeleteConsumer(Struct, frozen=True, tag_field="op", tag="delete-consumer"):
@@ -129,10 +164,22 @@ class Delivered(Struct, frozen=True, tag_field="op", tag="delivered"):
     items: list[Handed]
     uuid: Id16
     lag: Offset = 0
-    fenced: bool = False
-    """Whether another worker has taken over, so that this one gets no more items."""
     ack_timeout_us: Offset = 0
     """The ack timeout in force, if it is not the one in the call; else 0."""
+
+
+class Placed(Struct, frozen=True, array_like=True):
+    """A worker and its place: 0 if it is active, else the number of workers before it."""
+
+    worker: Id16
+    place: U32
+
+
+class Attended(Struct, frozen=True, tag_field="op", tag="attended"):
+    """The places of a client's workers at the store `store`. A worker that is not listed has none."""
+
+    store: Id16
+    places: Annotated[list[Placed], Meta(max_length=MAX_PLACES)] = []
 
 
 class ConsumerInfo(Struct, frozen=True):
@@ -163,6 +210,12 @@ class ConsumerInfo(Struct, frozen=True):
     max_deliver: U32 = 0
     redriven: Offset = 0
     """Dead letters that were delivered again on request, since the consumer was created."""
+    active: list[str] = []
+    """The active worker, unless the consumer is shared. In several partitions, all of them."""
+    standing_by: list[str] = []
+    """Workers that stand by, the next one first; at most `MAX_SHOWN` of a partition."""
+    standing: U32 = 0
+    """How many workers stand by."""
 
 
 class Consumers(Struct, frozen=True, tag_field="op", tag="consumers"):

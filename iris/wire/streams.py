@@ -14,12 +14,15 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from iris.errors import DecodeError
 from iris.wire.consumers import (
+    Attend,
+    Attended,
     ChangeConsumer,
     Consume,
     Consumers,
     DeleteConsumer,
     Delivered,
     DescribeConsumers,
+    HandOver,
     RedriveLetters,
     Redriven,
     Settle,
@@ -591,17 +594,17 @@ class Refused(Struct, frozen=True, tag_field="op", tag="refused"):
 
 REFUSALS: Final = frozenset(
     {"no-stream", "exists", "order", "revision", "paused", "damaged", "disk", "offset", "consumer", "invalid", "full", "leaving", "failed",
-     "staged", "channel", "moved", "superseded"}
+     "staged", "channel", "moved", "superseded", "not-active", "workers"}
 )  # fmt: skip
 
 Call = (
     FindStore | Knock | Open | Create | ListStreams | Describe | Change | Delete | Append | Stage | Commit | Plan
     | Discard | Copy | Fetch | Find | Consume | Settle | DescribeConsumers | DeleteConsumer | ChangeConsumer
-    | RedriveLetters | Move | Take | FindLost | Force | FetchState | Carry | Supersede
+    | RedriveLetters | Move | Take | FindLost | Force | FetchState | Carry | Supersede | Attend | HandOver
 )  # fmt: skip
 Answer = (
     StoreInfo | Door | Opened | Described | Listed | Appended | Staged | Committed | Planned | Copied | Fetched
-    | Found | Delivered | Settled | Consumers | Redriven | Moving | LostStreams | StateRows | Refused
+    | Found | Delivered | Settled | Consumers | Redriven | Moving | LostStreams | StateRows | Attended | Refused
 )  # fmt: skip
 
 encode: Final = msgspec.msgpack.Encoder().encode

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from iris.wire.consumers import Consume, DescribeConsumers, Settle
+from iris.wire.consumers import Attend, Consume, DescribeConsumers, Settle
 from relay.core.issuers import Issuer
 
 if TYPE_CHECKING:
@@ -13,10 +13,14 @@ if TYPE_CHECKING:
     from iris.wire.streams import Call
 
 
+MAX_WORKERS: Final = 1024
+"""Workers of consumers that are not shared, in one session with a ticket. A subject's sessions are limited."""
+
+
 class Admitted:
     """The ticket of one session."""
 
-    __slots__ = ("checked", "epoch_us", "issuer", "names", "surplus", "ticket")
+    __slots__ = ("checked", "epoch_us", "issuer", "names", "surplus", "ticket", "workers")
 
     def __init__(self, ticket: Ticket, issuer: Issuer, epoch_us: int) -> None:
         self.ticket = ticket
@@ -29,6 +33,8 @@ class Admitted:
         """The reload of issuers and revoked tickets after which it was last checked against them."""
         self.names: dict[tuple[str, bytes], str] = {}
         """(uuid in hex, key id) -> name of the stream."""
+        self.workers: set[bytes] = set()
+        """Its workers of consumers that are not shared, which are active or stand by."""
 
     @property
     def holder(self) -> tuple[str, str]:
@@ -50,7 +56,7 @@ class Admitted:
         A ticket that names consumers allows those alone, and none allows a new consumer: it would take one of the few
         places of the stream's owner.
         """
-        if not isinstance(call, Consume | Settle | DescribeConsumers):
+        if not isinstance(call, Consume | Settle | Attend | DescribeConsumers):
             return ""
         name = "" if isinstance(call, DescribeConsumers) else call.consumer
         if not (
@@ -58,12 +64,29 @@ class Admitted:
         ):
             what = f"consumer {name!r}" if name else "the list of consumers"
             return f"the ticket does not allow consume for {what} of {stream!r}"
+        if isinstance(call, DescribeConsumers) and call.workers:
+            return (
+                f"the ticket does not allow the workers of {stream!r} to be listed: no ticket does"
+            )
+        if isinstance(call, Settle) and call.gone:
+            self.workers.discard(call.worker)
+        if isinstance(call, Consume) and not (
+            call.shared or call.create or self._seats(call.worker)
+        ):
+            return f"the ticket's session has {MAX_WORKERS} workers that are active or stand by, which is the limit; close some"
         if isinstance(call, Consume) and call.create:
             return (
                 f"the ticket does not allow consumer {name!r} of {stream!r} to be created: no ticket does; "
                 "have a program with the stream's key create it, and set create=False to use one that exists"
             )
         return ""
+
+    def _seats(self, worker: bytes) -> bool:
+        """Return whether this worker may be active or stand by. Those that were not closed count for good."""
+        if worker not in self.workers and len(self.workers) >= MAX_WORKERS:
+            return False
+        self.workers.add(worker)
+        return True
 
     def refusal(
         self, verbs: Sequence[str], name: str, key_ids: Iterable[bytes], proven: Collection[bytes]

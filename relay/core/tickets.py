@@ -50,6 +50,7 @@ _OF_STREAMS: Final[dict[type, Sequence[str]]] = {
     streams.Find: ("read",),
     consumers.Consume: ("consume",),
     consumers.Settle: ("consume",),
+    consumers.Attend: ("consume",),
     consumers.DescribeConsumers: ("consume",),
     streams.Append: ("append",),
     streams.FindStore: (
@@ -188,7 +189,7 @@ class Admission:
             return "the new ticket was made by another issuer or for another subject"
         if error := _lost(session, admitted):
             return error
-        admitted.surplus = before.surplus
+        admitted.surplus, admitted.workers = before.surplus, before.workers
         session.ticket = admitted
         self._judge_routes(session)
         self.renewed += 1

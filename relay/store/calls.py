@@ -13,11 +13,13 @@ from iris.crypto.keys import StoreKey, public_id
 from iris.errors import DecodeError
 from iris.wire import streams
 from iris.wire.consumers import (
+    Attend,
     ChangeConsumer,
     Consume,
     Consumers,
     DeleteConsumer,
     DescribeConsumers,
+    HandOver,
     RedriveLetters,
     Settle,
 )
@@ -42,6 +44,8 @@ from relay.store.errors import (
 )
 from relay.store.files import write_beside
 from relay.store.forcing import Forced
+from relay.store.leases import Leases
+from relay.store.line import LineFull
 from relay.store.registration import Done
 from relay.store.salvage import ORDERS
 from relay.store.session import IncomingCall
@@ -79,6 +83,8 @@ class Calls:
         self._quiet = Quiet()
         self._may_create = b""
         """The uuid of the stream that is being created, once the bucket has decided that it may be."""
+        self.leases = Leases(public_id(key.public_key), self._clock)
+        """Leases of clients whose workers are active or stand by."""
         self.forced = Forced(catalogue, self._address, self._description)
         self.handlers: dict[type, Callable[[IncomingCall, Any], None]] = {
             streams.FindStore: self._on_find_store,
@@ -108,6 +114,8 @@ class Calls:
             streams.Find: self._on_find,
             Consume: self._on_consume,
             Settle: self._on_settle,
+            Attend: self._on_attend,
+            HandOver: self._on_hand_over,
             DescribeConsumers: self._on_consumers,
             DeleteConsumer: self._on_delete_consumer,
             ChangeConsumer: self._on_change_consumer,
@@ -138,6 +146,8 @@ class Calls:
             incoming.refuse(err.code, str(err))
         except ConsumerRefused as err:
             incoming.refuse("consumer", str(err))
+        except LineFull as err:
+            incoming.refuse("workers", str(err))
         except DecodeError as err:
             incoming.refuse("invalid", str(err))
         except LogDamaged as err:
@@ -558,13 +568,28 @@ class Calls:
         consumers = self._consumer_calls(incoming)
         if self._registration.leaving and call.wait_ms:
             raise Refuse("leaving", "the relay is stopping")
-        consumers.take(incoming, call, self._clock.elapsed_us, wait=self._registration.blocked)
+        lease = None if call.shared else self.leases.renewed(call.lease or call.worker)
+        consumers.take(
+            incoming, call, self._clock.elapsed_us, lease=lease, wait=self._registration.blocked
+        )
+
+    def _on_attend(self, incoming: IncomingCall, call: Attend) -> None:
+        self._consumer_calls(incoming)
+        if self._registration.leaving and call.wait_ms:
+            raise Refuse("leaving", "the relay is stopping")
+        incoming.gate = None  # a place is not in the bucket
+        self.leases.attend(incoming, call)
+
+    def _on_hand_over(self, incoming: IncomingCall, call: HandOver) -> None:
+        consumers = self._consumer_calls(incoming)
+        incoming.answer(Consumers([consumers.hand_over(call, self._clock.elapsed_us)]))
 
     def _on_settle(self, incoming: IncomingCall, call: Settle) -> None:
         self._consumer_calls(incoming).settle(incoming, call, self._clock.elapsed_us)
 
     def _on_consumers(self, incoming: IncomingCall, call: DescribeConsumers) -> None:
-        incoming.answer(Consumers(*self._consumer_calls(incoming).described(call.after)))
+        found = self._consumer_calls(incoming).described(call.after, workers=call.workers)
+        incoming.answer(Consumers(*found))
 
     def _on_delete_consumer(self, incoming: IncomingCall, call: DeleteConsumer) -> None:
         if not self._consumer_calls(incoming).delete(call.consumer):

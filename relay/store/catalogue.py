@@ -379,6 +379,8 @@ class Catalogue:
         for one in (stream, self.streams.get(dead_uuid(stream.uuid))):
             if one is not None:
                 one.refuse_waiting(text, code)
+                if one.consumer_calls is not None:
+                    one.consumer_calls.clear_lines()
         self.add_addresses(stream)
 
     def check_keys(self, definition: Definition, key_ids: set[bytes]) -> None:

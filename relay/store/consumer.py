@@ -8,6 +8,8 @@ on disk is in `cursor`.
 In a shared consumer, the records of one key are processed in order: each waits until those before it are
 settled or dead, so a failed record is delivered again first. A deferred record joins its key's
 queue when it is due. Records without a key have no order.
+
+A consumer that is not shared dispatches to one worker only, the first of its `line`.
 """
 
 from __future__ import annotations
@@ -24,13 +26,12 @@ from relay.store.cursor import Counts, CursorDamaged, Dead, Settings, State
 from relay.store.cursors import MAX_CURSOR_NAME_BYTES
 from relay.store.dispatch import MAX_BLOCKED, Dispatcher, Taken
 from relay.store.errors import LogDamaged
+from relay.store.line import Lease, Line
 from relay.store.log import Log
 from relay.store.parts import OpenRecord
 from relay.store.records import MAX_OFFSET, Reason, Record
 from relay.store.unsettled import Unsettled
 
-MAX_FENCED: Final = 1024
-"""Replaced workers that a consumer remembers. A replaced worker that is forgotten can take over again."""
 MAX_DELAY_US: Final = 30 * 86_400_000_000
 MAX_FORMER: Final = 8
 """Replaced settings that a consumer remembers. Workers that state older ones are refused."""
@@ -97,8 +98,8 @@ class Consumer:
         """Its owner dispatches nothing; workers may settle what they hold."""
         self.former: list[Settings] = []
         """Settings that were replaced, oldest first."""
-        self._worker: bytes | None = None
-        self._fenced: dict[bytes, None] = {}
+        self.line = Line()
+        """The workers of a consumer that is not shared; empty if it is."""
         self._oldest = 0
 
     @classmethod
@@ -146,7 +147,7 @@ class Consumer:
 
         Dispatches at least one message if one is available. A record that does not fit into
         `max_messages` is divided, and the rest is next for whichever worker takes next. A record
-        larger than `max_bytes` is dispatched only as the first of a call.
+        larger than `max_bytes` is dispatched only as the first of a call. A worker that stands by gets nothing.
 
         Raises:
             ValueError: a limit is below 1.
@@ -157,10 +158,47 @@ class Consumer:
             raise ValueError(
                 f"max_bytes ({max_bytes}) and max_messages ({max_messages}) must be at least 1"
             )
+        if len(self.line) and worker != self.line.active:
+            return Taken([], 0, 0)
         self.expire(now_us)
-        if not self._admit(worker):
-            return Taken([], 0, 0, fenced=True)
         return self._dispatcher.take(worker, max_bytes, max_messages)
+
+    # The line of workers
+
+    def join(
+        self, worker: bytes, lease: Lease, label: str, now_us: int, *, was_active: bool = False
+    ) -> list[bytes]:
+        """Give a worker of a consumer that is not shared a place in the line; see `Line.join`."""
+        over = self.line.join(worker, lease, label, self._awake_us(now_us), was_active=was_active)
+        self._seat()
+        return over
+
+    def expire_line(self, now_us: int) -> list[bytes]:
+        """Replace workers whose lease has ended; return them. What they hold is redelivered."""
+        over = self.line.expire(self._awake_us(now_us))
+        self._seat()
+        return over
+
+    def hand_over(self, now_us: int) -> bool:
+        """Let the next worker of the line be active; return whether there is one."""
+        done = self.line.hand_over(self._awake_us(now_us))
+        self._seat()
+        return done
+
+    def may_settle(self, worker: bytes) -> bool:
+        """Return whether what this worker settles counts: no other worker is active."""
+        return self.line.active in (None, worker)
+
+    def _awake_us(self, now_us: int) -> int:
+        """Return the time of leases. It does not advance the table, so that what comes due is still seen to."""
+        return now_us + self._clock.awake_ahead_us
+
+    def _seat(self) -> None:
+        """Redeliver what other workers hold than the active one."""
+        active = self.line.active
+        if active is not None:
+            for worker in [worker for worker in self._table.held if worker != active]:
+                self._table.worker_left(worker)
 
     # Settling
 
@@ -168,9 +206,9 @@ class Consumer:
         """Settle the messages from `first` until `next`, whichever worker holds them; return how many were
         not settled before.
 
-        An ack counts even from a worker that was replaced or whose lease ended, because the work is
-        done. If another worker holds the message by now, the work is done twice, as at-least-once
-        delivery allows. Acks of settled messages count as late.
+        An ack counts even if the ack timeout of the message ended, because the work is done. If another
+        worker holds the message by now, the work is done twice, as at-least-once delivery allows. Acks of
+        settled messages count as late. Whether the worker may settle anything is for `may_settle` to say.
 
         Raises:
             ValueError: one of the messages was never dispatched; nothing was settled. That includes
@@ -290,9 +328,7 @@ class Consumer:
         """Redeliver everything that `worker` holds at once. What it had confirmed counts as a delivery."""
         self._table.update_time(now_us)
         self._table.worker_left(worker)
-        self._fenced.pop(worker, None)
-        if worker == self._worker:
-            self._worker = None
+        self.line.leave(worker, self._table.awake_us)
 
     def answer_lost(self, worker: bytes, now_us: int, *, counted: bool = True) -> None:
         """Redeliver at once what the last answer to `worker` contained, because it did not arrive.
@@ -446,23 +482,6 @@ class Consumer:
         return self._table.now_us
 
     # Inside
-
-    def _admit(self, worker: bytes) -> bool:
-        """Return whether `worker` may take messages.
-
-        A new worker of a consumer that is not shared replaces the former one.
-        """
-        if self.settings.shared or worker == self._worker:
-            return True
-        if worker in self._fenced:
-            return False
-        former, self._worker = self._worker, worker
-        if former is not None:
-            self.worker_left(former, self._now)
-            self._fenced[former] = None
-            if len(self._fenced) > MAX_FENCED:
-                del self._fenced[next(iter(self._fenced))]
-        return True
 
     def _dispatched(self, first: int, end: int) -> list[tuple[OpenRecord, int]]:
         """Return (record, bitmap) for the messages from `first` until `end`.

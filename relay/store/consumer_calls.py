@@ -17,11 +17,13 @@ from iris.core.conversation import UP
 from iris.errors import IrisError
 from iris.wire import streams
 from iris.wire.consumers import (
+    MAX_SHOWN,
     ChangeConsumer,
     Consume,
     ConsumerInfo,
     Delivered,
     Handed,
+    HandOver,
     Range,
     RedriveLetters,
     Redriven,
@@ -41,6 +43,7 @@ from relay.store.errors import (
     RecordsAway,
     RecordsUnreachable,
 )
+from relay.store.line import LEASE_US, Lease
 from relay.store.log import Log
 from relay.store.records import Gap, Hole, Item, Record
 from relay.store.session import IncomingCall
@@ -83,6 +86,8 @@ class ConsumerCalls:
         self._rests: dict[str, int] = {}
         """Consumer -> number of the bucket's object that has its creation or its last change."""
         self._clock = clock or Clock()
+        self._opened_us = self._clock.awake_us
+        """When this store has opened the log, in time that it was awake."""
         self.paused = False
         """No messages are dispatched. Workers may settle those they hold."""
         self._write_dead_letters = write_dead_letters
@@ -102,13 +107,24 @@ class ConsumerCalls:
     # -- calls -----------------------------------------------------------------------------------------------
 
     def take(
-        self, incoming: IncomingCall, call: Consume, now_us: int, *, wait: bool = False
+        self,
+        incoming: IncomingCall,
+        call: Consume,
+        now_us: int,
+        *,
+        lease: Lease | None = None,
+        wait: bool = False,
     ) -> None:
-        """Answer a Consume call now, or when there are messages.
+        """Answer a Consume call now, or when there are messages for the worker.
 
-        An earlier waiting call of the worker is answered with nothing.
+        An earlier waiting call of the worker is answered with nothing. `lease` is that of the worker's client, unless
+        the consumer is shared. Raises LineFull.
         """
         consumer = self._consumer(call, now_us)
+        over: list[bytes] = []
+        if lease is not None:
+            over = consumer.join(call.worker, lease, call.label, now_us, was_active=call.was_active)
+            self._taken_out(consumer, over)
         waiting = self._waiting.setdefault(call.consumer, [])
         self._answer_empty(consumer, [one for one in waiting if one.call.worker == call.worker])
         if call.again:
@@ -116,14 +132,16 @@ class ConsumerCalls:
         else:
             consumer.confirm(call.worker)
         if not wait and self._answer(consumer, incoming, call, now_us, last=not call.wait_ms):
-            return
-        if len(waiting) >= MAX_WAITING:
+            pass
+        elif len(waiting) >= MAX_WAITING:
             incoming.refuse(
                 "leaving",
                 f"{MAX_WAITING} workers already wait for consumer {call.consumer!r}, which is the limit; stop some of them",
             )
         else:
             waiting.append(_Waiting(incoming, call, now_us + 1000 * call.wait_ms))
+        if over or (lease is not None and call.again):
+            self._after_settle(consumer, now_us)  # there may be something for another worker
 
     def settle(self, incoming: IncomingCall, call: Settle, now_us: int) -> None:
         """Answer a Settle call.
@@ -135,6 +153,10 @@ class ConsumerCalls:
         for ranges in (call.done, call.failed, call.held, call.had, call.unseen):
             _check_ranges(ranges, self._log.next)
         worker = call.worker
+        if not consumer.may_settle(worker):
+            self._refuse_settling(consumer, incoming, call, now_us)
+            return
+        consumer.line.renew(worker, self._clock.awake_us)
         work: list[Callable[[], int]] = [
             partial(consumer.ack, worker, r.first, r.next, now_us) for r in call.done
         ]
@@ -154,12 +176,35 @@ class ConsumerCalls:
             with contextlib.suppress(ValueError):
                 count += one()
         if call.gone:
-            waiting = self._waiting.get(call.consumer, [])
-            self._answer_empty(consumer, [one for one in waiting if one.call.worker == worker])
             consumer.confirm(worker)
-            consumer.worker_left(worker, now_us)
+            self._leave(consumer, worker, now_us)
         self._after_settle(consumer, now_us)
         incoming.answer(streams.Settled(count))
+
+    def _leave(self, consumer: Consumer, worker: bytes, now_us: int) -> None:
+        self._taken_out(consumer, [worker])
+        consumer.worker_left(worker, now_us)
+
+    def _refuse_settling(
+        self, consumer: Consumer, incoming: IncomingCall, call: Settle, now_us: int
+    ) -> None:
+        """Answer a Settle call of a worker that is not active: nothing is settled, but the worker may leave."""
+        if call.gone:
+            self._leave(consumer, call.worker, now_us)
+        if call.done or call.failed or call.held or call.had or call.through is not None:
+            incoming.refuse(
+                "not-active",
+                f"another worker of consumer {consumer.name!r} is active, so what this one settles is refused: the messages "
+                "are delivered to the active one",
+            )
+        else:
+            incoming.answer(streams.Settled(0))
+
+    def _taken_out(self, consumer: Consumer, workers: Sequence[bytes]) -> None:
+        """Answer the waiting calls of workers that have no place any more; if they ask again, they get the last."""
+        if workers:
+            waiting = self._waiting.get(consumer.name, [])
+            self._answer_empty(consumer, [one for one in waiting if one.call.worker in workers])
 
     def callers_left(self, hops: Set[int], now_us: int) -> None:
         """Remove the calls, by hop id, whose callers no longer wait.
@@ -187,22 +232,29 @@ class ConsumerCalls:
             self._waiting[consumer.name].remove(one)
             one.incoming.answer(self._delivered(consumer, one.call, Taken([], 0, 0)))
 
-    def described(self, after: str) -> tuple[list[ConsumerInfo], bool]:
+    def described(self, after: str, *, workers: bool = False) -> tuple[list[ConsumerInfo], bool]:
         """Return the state of the consumers after the name `after`, sorted by name, and whether
-        there are more.
+        there are more. `workers`: also which workers are active and stand by.
         """
         names = sorted({*self._log.cursors.names(), *self._consumers})
         names = [name for name in names if name > after]
-        infos = [self._info(self._get(name)) for name in names[:MAX_LISTED]]
+        infos = [self._info(self._get(name), workers=workers) for name in names[:MAX_LISTED]]
         return infos, len(names) > MAX_LISTED
 
-    def _info(self, consumer: Consumer) -> ConsumerInfo:
+    def _info(self, consumer: Consumer, *, workers: bool = True) -> ConsumerInfo:
         waiting = {one.call.worker for one in self._waiting.get(consumer.name, ())}
         info, settings, counts = consumer.info(waiting), consumer.settings, consumer.counts
+        line = list(consumer.line)
+        standing = [place.label for place in line if place.worker != consumer.line.active]
+        shown = (
+            [place.label for place in line if place.worker == consumer.line.active],
+            standing[:MAX_SHOWN],
+        )
         return ConsumerInfo(
             consumer.name, settings.shared, settings.durable, info.floor, info.position, info.lag, info.pending,
             info.redelivering, info.workers, info.dead, counts.missed, counts.late, consumer.paused,
             settings.ack_timeout_us, settings.max_deliver, counts.redriven,
+            *(shown if workers else ([], [])), len(standing),
         )  # fmt: skip
 
     def change(self, call: ChangeConsumer, now_us: int) -> ConsumerInfo:
@@ -215,6 +267,14 @@ class ConsumerCalls:
             ack_timeout_us=call.ack_timeout_us, max_deliver=call.max_deliver, paused=call.paused, now_us=now_us
         )  # fmt: skip
         self._save(consumer)
+        self._after_settle(consumer, now_us)
+        return self._info(consumer)
+
+    def hand_over(self, call: HandOver, now_us: int) -> ConsumerInfo:
+        """Let the next worker of a consumer that stands by be active. Raises ConsumerRefused."""
+        consumer = self._get(call.consumer)
+        if not consumer.hand_over(now_us):
+            raise ConsumerRefused(f"no worker of consumer {call.consumer!r} stands by")
         self._after_settle(consumer, now_us)
         return self._info(consumer)
 
@@ -276,7 +336,7 @@ class ConsumerCalls:
 
     def delete(self, name: str) -> bool:
         """Delete a consumer; return whether it existed. Raises LogWriteFailed."""
-        known = self._consumers.pop(name, None) is not None
+        known = self._forget(name)
         self._used_us.pop(name, None)
         self._save_us.pop(name, None)
         self._rests.pop(name, None)
@@ -297,14 +357,16 @@ class ConsumerCalls:
         if not waiting or consumer is None:
             del self._waiting[name]
             return
-        # The longest waiting call is first. If there is nothing for it, there is nothing for the others.
-        while waiting:
-            one = waiting[0]
+        # The longest waiting call is first. If there is nothing for it, there is nothing for the others, which stand by
+        # unless the consumer is shared.
+        while one := next(
+            (one for one in waiting if consumer.line.active in (None, one.call.worker)), None
+        ):
             if one.incoming.session.state is UP and not self._answer(
                 consumer, one.incoming, one.call, now_us, last=False
             ):
                 return
-            waiting.pop(0)
+            waiting.remove(one)
 
     def _arrived(self, name: str) -> None:
         """Records that a consumer needs have arrived from the bucket."""
@@ -323,12 +385,18 @@ class ConsumerCalls:
                 ):
                     one.incoming.refuse("consumer", f"consumer {name!r} was deleted")
         for name, consumer in list(self._consumers.items()):
+            if len(consumer.line):
+                active = consumer.line.active
+                self._taken_out(consumer, consumer.expire_line(now_us))
+                if consumer.line.active != active:
+                    self._after_settle(consumer, now_us)
             deadline_us = consumer.deadline_us
             if deadline_us is not None and deadline_us <= now_us:
                 self._after_settle(consumer, now_us)
             if name in self._used_us:
                 if not self._waiting.get(name) and self._used_us[name] + IDLE_US < now_us:
-                    del self._consumers[name], self._used_us[name]
+                    self._forget(name)
+                    del self._used_us[name]
             elif consumer.dirty and now_us >= self._save_us.get(name, 0):
                 began_s = time.monotonic()
                 consumer.save()
@@ -342,6 +410,11 @@ class ConsumerCalls:
             for one in waiting:
                 one.incoming.refuse("leaving", reason)
         self._waiting.clear()
+
+    def clear_lines(self) -> None:
+        """Take all workers out of the lines, because the log is closed or served by another store."""
+        for consumer in self._consumers.values():
+            consumer.line.clear()
 
     def close(self) -> None:
         """Save all durable consumers. Raises LogWriteFailed."""
@@ -385,6 +458,13 @@ class ConsumerCalls:
             self._used_us[call.consumer] = now_us
         return consumer
 
+    def _forget(self, name: str) -> bool:
+        """Remove a consumer from memory; return whether it was there."""
+        consumer = self._consumers.pop(name, None)
+        if consumer is not None:
+            consumer.line.clear()
+        return consumer is not None
+
     def _get(self, name: str) -> Consumer:
         consumer = self._consumers.get(name) or self._load(name)
         if consumer is None:
@@ -394,6 +474,7 @@ class ConsumerCalls:
     def _load(self, name: str) -> Consumer | None:
         try:
             consumer = Consumer.load(self._log, name, self._clock.elapsed_us, self._clock)
+            consumer.line.hold(self._opened_us + LEASE_US)
             self._consumers[name] = consumer
         except KeyError:
             return None
@@ -425,7 +506,7 @@ class ConsumerCalls:
             away.when((self, consumer.name), lambda: self._arrived(consumer.name))
             taken = Taken([], 0, 0)
         self._move_dead_letters(consumer)
-        if not taken.items and not taken.fenced and not last:
+        if not taken.items and not last:
             return False
         incoming.rests_on = self._rests_on(consumer, taken)
         incoming.answer(self._delivered(consumer, call, taken))
@@ -466,7 +547,7 @@ class ConsumerCalls:
         items = [_to_wire(item) for item in taken.items]
         timeout_us = consumer.settings.ack_timeout_us
         changed_us = 0 if timeout_us == call.ack_timeout_us else timeout_us
-        return Delivered(items, self._log.uuid, consumer.info().lag, taken.fenced, changed_us)
+        return Delivered(items, self._log.uuid, consumer.info().lag, changed_us)
 
     def _message_of(self, letter: Item, consumer: str) -> int | None:
         """Return the offset of the message that a dead letter refers to; None if the letter was removed."""

@@ -56,7 +56,7 @@ class Settings(Struct, frozen=True):
     shared: bool = False
     """Several workers share the messages.
 
-    Otherwise one worker receives all, and a newer one takes over from it.
+    Otherwise one worker receives all, and the others stand by.
     """
     ack_timeout_us: int = 30_000_000
     """A message that is not settled or touched for this long is delivered again."""

@@ -62,8 +62,6 @@ class Taken(Struct, frozen=True):
     """Messages; a gap counts as one."""
     more: bool = False
     """More messages are available: `take` stopped at the worker's limits."""
-    fenced: bool = False
-    """A newer worker has taken over, so this one receives nothing any more."""
 
 
 class _Basket:

@@ -199,6 +199,7 @@ class Store:
     def attached(self, session: StoreSession, *, first: bool) -> None:
         """Start with a new session: register every order and every stream at the relay."""
         self.registration.attach(session)
+        self.calls.leases.attached()
         if self.catalogue.shelf is not None:
             self.presence.attach(session)
         self.completeness.session_began()
@@ -237,6 +238,7 @@ class Store:
     def detached(self, relay: bytes = b"", *, complete: bool = False) -> None:
         """The session has ended. `complete`: `relay` confirmed that we received everything we record."""
         self.calls.channels.clear()
+        self.calls.leases.detached()
         self.registration.detach()
         self.presence.detach()
         for stream in self.streams.values():
@@ -279,11 +281,13 @@ class Store:
     def draining(self) -> None:
         """The relay is stopping: refuse all waiting readers and workers."""
         self.registration.leaving = True
+        self.calls.leases.refuse_waiting("the relay is stopping")
         for stream in self.streams.values():
             stream.refuse_waiting("the relay is stopping")
 
     def callers_left(self, hops: Set[int]) -> None:
         """The relay reports that the callers of these calls, by hop id, no longer wait."""
+        self.calls.leases.callers_left(hops)
         for stream in list(self.streams.values()):
             stream.callers_left(hops, self.now_us)
 
@@ -322,6 +326,7 @@ class Store:
         """Do the periodic work: answer readers whose wait is over, enforce ages, compact, reopen
         failed logs.
         """
+        self.calls.leases.tend()
         shelf = self.catalogue.shelf
         self.presence.tend(self.clock.elapsed_us, succeeding=shelf is not None and shelf.succeeding)
         for stream in list(self.streams.values()):

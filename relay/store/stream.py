@@ -434,6 +434,7 @@ class Stream:
         """Save the consumers, because the stream is being handed over to this log. Raises LogWriteFailed."""
         if self.consumer_calls is not None:
             self.consumer_calls.refuse_waiting(handed_over(self.name, successor))
+            self.consumer_calls.clear_lines()
             self.consumer_calls.close()
 
     def state(self, call: FetchState) -> streams.StateRows:
@@ -598,6 +599,8 @@ class Stream:
 
     def _shut(self, log: Log) -> None:
         log.close()
+        if self.consumer_calls is not None:
+            self.consumer_calls.clear_lines()
         self.log = self.recorder.log = self.readers.log = None
         self.consumer_calls = self.stage_calls = None
 

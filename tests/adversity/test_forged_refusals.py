@@ -156,7 +156,9 @@ async def test_a_store_that_always_has_more_is_asked_for_no_more_than_a_store_ca
 ) -> None:
     asked: list[str] = []
 
-    def endless(consuming: ConsumerCalls, after: str) -> tuple[list[ConsumerInfo], bool]:
+    def endless(
+        consuming: ConsumerCalls, after: str, *, workers: bool
+    ) -> tuple[list[ConsumerInfo], bool]:
         asked.append(after)
         infos = [ConsumerInfo(f"c{len(asked):06}.{n}", *[False] * 2, *[0] * 6) for n in range(10)]
         return infos, True

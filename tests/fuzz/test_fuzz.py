@@ -190,7 +190,7 @@ BODIES: dict[str, st.SearchStrategy[Any]] = {
     "outcomes": st.lists(st.tuples(st.integers(0, 9), st.one_of(st.none(), ids)), max_size=3),
     "uuid": st.binary(min_size=15, max_size=16), "worker": st.binary(min_size=15, max_size=16), "sender_id": st.binary(min_size=15, max_size=16),
     "done": st.lists(st.tuples(ids, ids), max_size=3), "consumer": names, "start": ids, "next": ids, "oldest": ids, "high_water": ids,
-    "max_bytes": ids, "max_messages": ids, "prefetch": ids, "wait_ms": st.integers(0, 70_000), "time_us": ids,
+    "max_bytes": ids, "max_messages": ids, "prefetch": ids, "lease": st.one_of(st.none(), st.binary(min_size=15, max_size=16)), "wait_ms": st.integers(0, 70_000), "time_us": ids,
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 import pty
@@ -23,7 +24,7 @@ from typing import Any
 import pytest
 from support import commands, warm
 from support.commands import Shell, dev_relay, end
-from support.waiting import wait_until
+from support.waiting import PATIENCE_S, wait_until
 from typer.testing import CliRunner
 
 import iris
@@ -683,6 +684,47 @@ async def test_consumers_of_a_stream_are_listed_and_forgotten(
     assert await said("list", stream) == b""
     assert (await said("delete", stream, "billing", code=1)).count(b"\n") == 1
     assert (await said("list", "nothing", code=3)).count(b"\n") == 1
+
+
+async def test_who_is_active_and_stands_by_is_shown_and_handed_over_from_a_shell(
+    shell: Shell, stream: str, home: Path, relay: Path
+) -> None:
+    async def said(*arguments: str, code: int = 0) -> str:
+        process = shell.start("stream", "consumer", *arguments)
+        out, err = await asyncio.to_thread(end, process, code)
+        return (out + err).decode()
+
+    keyring = keyfiles.load_keyring(home / "iris" / "dev" / "keyring.toml")
+    labels = ["first", "second"]
+    async with contextlib.AsyncExitStack() as stack:
+        workers = []
+        for label in labels:
+            config = iris.ClientConfig(relay=relay, label=label)
+            there = await stack.enter_async_context(iris.connect(keyring=keyring, config=config))
+            if label == "first":
+                await there.streams.append(stream, "a")
+                failed = await said("handover", stream, "ledger", code=1)
+                assert "the stream has no consumer 'ledger'" in failed
+            worker = there.streams.consumer(stream, "ledger")
+            workers.append(asyncio.create_task(anext(worker)))
+            stack.push_async_callback(worker.close)
+            async with asyncio.timeout(PATIENCE_S):
+                listed = await said("list", stream)
+                while label not in listed:
+                    listed = await said("list", stream)
+        one, _, two = listed.partition("\n\n")
+        assert one.splitlines()[1].split("\t")[1] == "single"
+        titles, *lines = [line.split("\t") for line in two.splitlines()]
+        assert titles == ["CONSUMER", "PLACE", "WORKER"]
+        assert [line[:2] for line in lines] == [["ledger", "active"], ["ledger", "stands by"]]
+        assert [line[2].split(", pid ")[0] for line in lines] == labels
+        assert (await workers[0]).offset == 0
+        assert await said("handover", stream, "ledger") == ""
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await workers[1]).offset == 0
+        (row,) = rows((await said("list", stream, "--json")).encode())
+        assert ([each.split(",")[0] for each in row["active"]], row["standing"]) == (["second"], 1)
+    assert await said("delete", stream, "ledger") == ""
 
 
 async def test_dead_letters_are_shown_and_redriven_from_a_shell(

@@ -253,20 +253,6 @@ async def test_a_deferred_message_is_delivered_when_it_is_due(setting: Any) -> N
         assert datetime.now(UTC) >= due
 
 
-async def test_a_newer_worker_takes_over_unless_it_is_a_group(setting: Any) -> None:
-    _, client, other = setting
-    await client.streams.create("orders")
-    await client.streams.append_many("orders", [b"%d" % n for n in range(3)])
-    async with (
-        other.streams.consumer("orders", "invoices") as old,
-        client.streams.consumer("orders", "invoices") as new,
-    ):
-        assert len(await take(old, 3)) == 3
-        assert [int(m.payload) for m in await take(new, 3)] == [0, 1, 2]
-        with pytest.raises(StreamError, match="taken over"):
-            await anext(old)
-
-
 async def test_a_consumer_that_is_there_with_other_settings_is_not_taken(setting: Any) -> None:
     _, client, other = setting
     await client.streams.create("orders")

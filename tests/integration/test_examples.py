@@ -14,6 +14,10 @@ pytestmark = pytest.mark.timeout(60)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 EXPECTED = {
+    "active_worker": [
+        "first is active: True", "first books rent", "first books tea", "second is active: True", "second books wages",
+        "second books soap", "left: 0",
+    ],
     "blocking_streams": [
         "stored at 0",
         "handled 20 orders, each once: True",

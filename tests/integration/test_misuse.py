@@ -53,6 +53,7 @@ STREAMS: dict[str, Callable[[Any], Any]] = {
     "delete": lambda s: s.delete("a"),
     "delete_consumer": lambda s: s.delete_consumer("a", "b"),
     "handover": lambda s: s.handover("a", "b"),
+    "handover_consumer": lambda s: s.handover_consumer("a", "b"),
     "describe": lambda s: s.describe("a"),
     "discard": lambda s: s.discard("a", writer="w", batch=1),
     "fetch": lambda s: s.fetch("a", 0),

@@ -20,7 +20,9 @@ from iris.crypto.scopes import VERBS
 from iris.errors import LocalProtocolError, RelayError
 from iris.metrics.page import Page as MetricPage
 from iris.wire import frames
+from iris.wire.consumers import Consumers, DescribeConsumers
 from iris.wire.kinds import NO_KEY
+from relay.core import admitted
 from relay.metrics.figures import SPECS, Labels, fill
 
 LONG_S = 600.0
@@ -222,6 +224,60 @@ async def test_a_ticket_may_name_the_consumers_that_it_allows(tmp_path: Path) ->
                         await take(there, name, create=False)
                 with pytest.raises(iris.StreamError, match="consume for the list of consumers"):
                     await there.streams.consumers("orders", timeout=LONG_S)
+
+
+async def test_a_worker_with_a_ticket_stands_by_and_learns_nothing_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ticketed(tmp_path, ALL) as (cluster, client, listener):
+        await client.streams.create("orders")
+        await client.streams.append("orders", b"1")
+        text = alice(allow={"consume": ["orders"]})
+        async with browser(listener.addresses[0], cluster.keyring, ticket=text) as there:
+            work = client.streams.consumer("orders", "page")
+            async with asyncio.timeout(PATIENCE_S):
+                await anext(work)
+            other = there.streams.consumer("orders", "page", create=False)
+            waiting = asyncio.create_task(anext(other))
+
+            async def standing() -> int:
+                (found,) = await client.streams.consumers("orders")
+                assert len(found.active) == 1
+                return found.standing
+
+            async with asyncio.timeout(PATIENCE_S):
+                while await standing() != 1:  # noqa: ASYNC110 - the store has no event for it
+                    await asyncio.sleep(0.02)
+            (found,) = await there.streams.consumers("orders")
+            assert (found.active, found.standing_by, found.standing) == ([], [], 1)
+            with pytest.raises(iris.StreamError, match="does not allow hand-over for 'orders'"):
+                await there.streams.handover_consumer("orders", "page")
+            assert not waiting.done()
+            monkeypatch.setattr(admitted, "MAX_WORKERS", 1)
+            with pytest.raises(iris.StreamError, match="has 1 workers that are active or stand by"):
+                await anext(there.streams.consumer("orders", "page", create=False))
+            await work.close()
+            async with asyncio.timeout(PATIENCE_S):
+                message = await waiting
+            assert (message.payload, message.deliveries, other.active) == (b"1", 1, True)
+            await other.close()
+            async with there.streams.consumer("orders", "page", create=False) as another:
+                async with asyncio.timeout(PATIENCE_S):
+                    assert (await anext(another)).payload == b"1"  # the closed one does not count
+
+
+async def test_no_ticket_lists_the_workers_of_a_consumer(tmp_path: Path) -> None:
+    async with ticketed(tmp_path, ALL) as (cluster, client, listener):
+        await client.streams.create("orders")
+        text = alice(allow={"consume": ["orders"]})
+        async with browser(listener.addresses[0], cluster.keyring, ticket=text) as there:
+            call = DescribeConsumers(workers=True)
+            with pytest.raises(
+                iris.StreamError, match="workers of 'orders' to be listed: no ticket"
+            ):
+                await there.streams._stores.ask_stream(
+                    "orders", "", call, Consumers, timeout=LONG_S
+                )
 
 
 @pytest.mark.parametrize("others", [(NO_KEY,), (NO_KEY, OTHER.key_id), (OTHER.key_id, NO_KEY)])

@@ -229,6 +229,8 @@ ATTACKS: dict[str, Any] = {
     "delete-consumer": consumers.DeleteConsumer("billing"),
     "change-consumer": consumers.ChangeConsumer("billing", paused=True),
     "redrive": consumers.RedriveLetters("billing", [0]),
+    "attend": consumers.Attend("billing", b"l" * 16),
+    "hand-over": consumers.HandOver("billing"),
     "fetch": streams.Fetch(0, 1 << 20),
     "find": streams.Find(0),
     "describe": streams.Describe(),

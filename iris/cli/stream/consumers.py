@@ -1,4 +1,4 @@
-"""`iris stream consumer`: list, change, pause, resume and delete the consumers of a stream."""
+"""`iris stream consumer`: list, change, pause, resume, hand over and delete the consumers of a stream."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ TITLES: Final = (*COLUMNS[:-1], "unstored", "state")
 """Titles of the columns: a dead letter counts in `dead` only until it is stored in the stream of dead letters."""
 
 app = typer.Typer(
-    name="consumer", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""List, change, pause and delete the consumers of a stream.
+    name="consumer", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""List, change, pause, hand over and delete the consumers of a stream.
 
     \b
     Examples:
       iris stream consumer list orders
       iris stream consumer pause orders billing
+      iris stream consumer handover orders billing
       iris stream consumer delete orders billing
     """,
 )  # fmt: skip
@@ -52,8 +53,13 @@ def list_consumers(
       unstored      dead letters that are not in the stream NAME.dead yet
       state         paused, if nothing is delivered until it is resumed
 
+    A second table lists the workers of consumers that are not shared: the active
+    one, or those of several partitions, and those that stand by, the next one first.
+
     \b
-    With --json, `unstored` is called `dead`. There are also `paused`, the settings
+    With --json, `unstored` is called `dead`, and the workers are in `active` and
+    `standing_by`, which lists at most 8 of a partition; `standing` is how many
+    there are. There are also `paused`, the settings
     `ack_timeout_us` and `max_deliver`, and counters since the consumer was created:
     `missed` (messages removed or damaged before they were done), `late` (acks of
     messages that were done already) and `redriven` (dead letters that were
@@ -73,6 +79,9 @@ def list_consumers(
                 output.write_json(consumer)
         else:
             texts.print_table(TITLES, [_row(consumer) for consumer in found], right=TITLES[2:-1])
+            if workers := [row for consumer in found for row in _workers(consumer)]:
+                output.write(b"\n")
+                texts.print_table(("consumer", "place", "worker"), workers)
         return Exit.OK
 
     run(work)
@@ -152,6 +161,29 @@ def resume_consumer(
     )
 
 
+@app.command("handover")
+def hand_over(
+    name: texts.Name,
+    consumer: texts.Consumer,
+    uuid: texts.Uuid = "",
+    timeout: options.Timeout = 10.0,
+    relay: options.RelayPath = None,
+) -> None:
+    """Let the worker that stands by next be active. The one that was active stands by as the last.
+
+    What it holds is delivered to the next worker, and what it settles is
+    refused. In a stream with partitions, each partition is handed over.
+
+    \b
+    Examples:
+      iris stream consumer handover orders billing
+    """
+    _do(
+        lambda client: client.streams.handover_consumer(name, consumer, uuid=uuid, timeout=timeout),
+        relay,
+    )
+
+
 @app.command("delete")
 def delete_consumer(
     name: texts.Name,
@@ -189,3 +221,12 @@ def _row(consumer: ConsumerInfo) -> tuple[str, ...]:
         kind += ", until it leaves"
     figures = (str(getattr(consumer, column)) for column in COLUMNS[2:])
     return (printable(consumer.name), kind, *figures, "paused" if consumer.paused else "ok")
+
+
+def _workers(consumer: ConsumerInfo) -> list[tuple[str, ...]]:
+    """Return who is active and who stands by: a row for each."""
+    rows = [("active", one) for one in consumer.active]
+    rows += [("stands by", one) for one in consumer.standing_by]
+    if consumer.standing > len(consumer.standing_by):
+        rows.append(("stands by", f"{consumer.standing - len(consumer.standing_by)} more"))
+    return [(printable(consumer.name), place, printable(worker)) for place, worker in rows]

@@ -29,6 +29,26 @@ SABOTAGES = (
         "a call that may only use an existing consumer creates one",
     ),
     Sabotage(
+        "ticket-lists-workers",
+        "relay/core/admitted.py",
+        "Admitted.consumer_refusal",
+        "isinstance(call, DescribeConsumers) and call.workers",
+        "False",
+        ("tests/integration/test_web_denied.py::test_no_ticket_lists_the_workers_of_a_consumer",),
+        "a page learns on which hosts the workers of a consumer run",
+    ),
+    Sabotage(
+        "ticket-workers",
+        "relay/core/admitted.py",
+        "Admitted._seats",
+        "len(self.workers) >= MAX_WORKERS",
+        "False",
+        (
+            "tests/integration/test_web_denied.py::test_a_worker_with_a_ticket_stands_by_and_learns_nothing_of_the_others",
+        ),
+        "one page fills the lines of all consumers that its ticket allows",
+    ),
+    Sabotage(
         "ticket-consumers-of-ticket",
         "relay/core/admitted.py",
         "Admitted.consumer_refusal",

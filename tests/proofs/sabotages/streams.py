@@ -13,6 +13,8 @@ CONSUMERS = (
     "tests/unit/relay/store/test_dispatch.py",
     "tests/unit/relay/store/test_consumers_model.py",
 )
+LINE = "tests/unit/relay/store/test_line.py"
+ACTIVE = "tests/integration/test_active_worker.py"
 COPIES = ("tests/unit/relay/store/test_copies.py",)
 REPLACING = ("tests/unit/relay/store/test_replacing.py",)
 MIRROR = "tests/integration/test_mirror_partitions.py"
@@ -225,13 +227,82 @@ SABOTAGES = (
         "a worker settles messages that are still to come",
     ),
     Sabotage(
-        "worker-fenced",
+        "late-settlement",
         "relay/store/consumer.py",
-        "Consumer._admit",
-        "worker in self._fenced",
+        "Consumer.may_settle",
+        "self.line.active in (None, worker)",
+        "True",
+        (
+            f"{LINE}::test_a_worker_whose_lease_ends_is_replaced_and_what_it_settles_later_is_refused",
+        ),
+        "a worker that was replaced settles what another one works on",
+    ),
+    Sabotage(
+        "only-the-active",
+        "relay/store/consumer.py",
+        "Consumer.take",
+        "len(self.line) and worker != self.line.active",
         "False",
-        CONSUMERS,
-        "a worker that was replaced takes over again",
+        (f"{LINE}::test_workers_become_active_in_the_order_in_which_they_came",),
+        "a worker that stands by receives messages",
+    ),
+    Sabotage(
+        "order-of-arrival",
+        "relay/store/line.py",
+        "Line._advance",
+        "next(iter(self._places), None)",
+        "next(reversed(self._places), None)",
+        (f"{LINE}::test_workers_become_active_in_the_order_in_which_they_came",),
+        "the worker that came last is active, so replicas displace each other",
+    ),
+    Sabotage(
+        "lease-ends",
+        "relay/store/line.py",
+        "Line.expire",
+        "place.lease.until_us <= awake_us",
+        "False",
+        (
+            f"{LINE}::test_a_worker_whose_lease_ends_is_replaced_and_what_it_settles_later_is_refused",
+        ),
+        "a worker that is cut off is never replaced",
+    ),
+    Sabotage(
+        "lease-of-another",
+        "relay/store/line.py",
+        "Line.join",
+        "place.lease is not lease",
+        "False",
+        (f"{LINE}::test_a_worker_id_belongs_to_the_client_that_brought_it",),
+        "a client uses the place of another client's worker",
+    ),
+    Sabotage(
+        "line-bound",
+        "relay/store/line.py",
+        "Line._check_room",
+        "len(self._places) >= MAX_LINE",
+        "False",
+        (f"{LINE}::test_a_full_line_refuses_one_more_worker_until_a_lease_in_it_ends",),
+        "workers that stand by fill the memory of a store",
+    ),
+    Sabotage(
+        "hand-back",
+        "iris/streams/worker.py",
+        "Worker._next_call",
+        "waits if begun else self._held",
+        "waits",
+        (
+            f"{ACTIVE}::test_a_worker_that_closes_hands_over_at_once_and_nothing_counts_as_delivered",
+        ),
+        "each deployment brings messages nearer to being dead letters",
+    ),
+    Sabotage(
+        "hand-back-of-a-failure",
+        "iris/streams/consuming.py",
+        "Consumer.__aexit__",
+        "kind is not None and issubclass(kind, Exception)",
+        "False",
+        (f"{ACTIVE}::test_what_a_loop_had_begun_with_counts_as_delivered_if_it_raised",),
+        "a message that breaks every worker is never a dead letter",
     ),
     Sabotage(
         "worker-held",

@@ -23,7 +23,6 @@ from support.consumers import (
 
 from relay.store.consumer import MAX_DELAY_US, Consumer, Redrive
 from relay.store.cursor import CursorDamaged, Dead, Settings, State, decode, encode
-from relay.store.dispatch import Taken
 from relay.store.log import Log
 
 
@@ -268,20 +267,6 @@ def test_a_worker_may_ack_what_it_never_confirmed_also_after_a_restart(log: Log)
     again = Consumer.load(log, "c")
     assert again.ack(ANN, 0, 1, 2 * SECOND) == 1
     assert deliveries_of(again.take(BOB, MANY, MANY, 2 * SECOND)) == [(1, 1, 1)]
-
-
-def test_a_newer_worker_takes_over_and_the_older_is_fenced(log: Log) -> None:
-    log.append([entry()] * 3, 1)
-    one = consumer(log)
-    one.take(ANN, MANY, 2, 1)
-    one.confirm(ANN)
-    assert deliveries_of(all_of(one, 1, BOB)) == [(0, 1, 2), (1, 1, 2), (2, 1, 1)]
-    assert all_of(one, 1, ANN) == Taken([], 0, 0, False, True)
-    assert one.nack(ANN, 0, 3, 0, "", 1) == 0
-    assert one.ack(ANN, 0, 1, 1) == 1
-    one.worker_left(ANN, 1)
-    one.worker_left(BOB, 1)
-    assert firsts(all_of(one, 1, ANN)) == [1, 2]
 
 
 def test_a_dead_letter_does_not_hold_up_its_key(log: Log) -> None:
