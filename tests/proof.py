@@ -27,7 +27,6 @@
     bucket          10000    lives of stores that share a bucket, in virtual time, whose histories are checked
     direct          200        direct tunnels broken under load by the end of a process, the relay or the pair
     bucket-kills    200        kills and freezes of the store that serves a stream in a bucket, under load
-    forced          20         stores lost with their disks; streams are made again of their copies
     web             10000      connections to the port for browsers that say nothing, while browsers work
     points          1          rounds in which a store of a bucket fails at each request of a takeover and a move
 
@@ -79,7 +78,6 @@ AREAS = (
     "direct",
     "bucket-kills",
     "bucket",
-    "forced",
     "points",
     "web",
 )

@@ -44,15 +44,6 @@ TABLES: Final[Mapping[str, tuple[str, Sequence[Column], str]]] = {
         ),
         "Single appends, evenly.",
     ),
-    "disk": (
-        "Streams on disk, of a store without a bucket and with one",
-        (
-            ("without, messages/s", "alone_rate", ",.0f"),
-            ("with", "rate", ",.0f"),
-            ("ratio", "ratio", ".2f"),
-        ),
-        "8 calls of 1,000 messages at a time.",
-    ),
     "jetstream": (
         "JetStream with three replicas",
         (

@@ -30,8 +30,6 @@ MAX_ERROR_S: Final = 1.0
 """A clock that is further off may be wrong in ways that people notice."""
 FAR_S: Final = 60.0
 """Clocks that differ by more are a tenth of the way to `freshness_s`, after which messages are refused."""
-LATE_S: Final = 60.0
-"""A copy in a bucket that is further behind does not follow: the bucket is away or too slow."""
 TAKEN_S: Final = 3600.0
 """For how long a store that runs is reported whose streams another store has taken over."""
 SHORTEST_S: Final = 0.5
@@ -75,9 +73,9 @@ def check(
       sites   every site in peer_site is connected
       store   it runs and can serve, and its disk has space
       stores  every store of the site answers; those that have a bucket can
-              write to it, their copies there follow, and no other store has
-              taken over their streams in the last hour; none keeps messages
-              of a lost stream that the one in its place does not have
+              write to it, and no other store has taken over their streams in
+              the last hour; none keeps messages of a lost stream that the one
+              in its place does not have
       programs
               none has reported in the last 5 minutes that it lost messages,
               or that its handlers raised exceptions
@@ -237,10 +235,6 @@ def _wrong(store: StoreHealth) -> Iterator[tuple[State, str]]:
         yield "critical", f"cannot write to its bucket: {store.away}{waiting}"
     if store.not_taken:
         yield "critical", f"cannot take over from stores that are gone: {store.not_taken}"
-    if store.copies_behind or store.copies_lag_s > LATE_S:
-        text = f"has copies in the bucket that are {store.copies_lag_bytes:,} bytes and {store.copies_lag_s:.0f} s behind"
-        again = f", and must copy {plural(store.copies_behind, 'stream')} again"
-        yield "warning", text + (again if store.copies_behind else "")
     if store.only_there:
         yield (
             "warning",

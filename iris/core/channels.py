@@ -25,7 +25,7 @@ from iris.errors import (
     RequestError,
 )
 from iris.wire.names import split_site
-from iris.wire.orders import DEAD, KEEP, ORDER_VERSION, Order, SignedOrder, decode_order
+from iris.wire.orders import DEAD, KEEP, Order, SignedOrder, decode_order
 from iris.wire.stream_items import dead_uuid
 from iris.wire.streams import NO_LOG, Door, Knock, Open, Opened, Refused, encode
 
@@ -140,7 +140,7 @@ class StoreChannel:
 
     def knock(self) -> None:
         """Start to open the channel."""
-        self._ask(Knock(self._offer.nonce, ORDER_VERSION), self._door)
+        self._ask(Knock(self._offer.nonce), self._door)
 
     def _ask(self, call: Knock | Open, then: Callable[[object], None]) -> None:
         try:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Generic, TypeVar
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import Struct
 
 from iris.core.backoff import Backoff
 from iris.core.bundle import BundleBuilder, Headers, message_bytes
@@ -214,11 +214,8 @@ class Producer(Generic[W]):
         """
         if now_us < self.due_us:
             return []
-        unanswered: int | UnsetType = UNSET
         if self._resend:
             records = self._to_resend(uuid, key, out)
-            if records:
-                unanswered = records[0].sequence
         else:
             records = []
             while self._queue and self._records + len(records) < WINDOW:
@@ -229,7 +226,7 @@ class Producer(Generic[W]):
                 self._next += 1
                 self._unacked.append(record)
                 records.append(record)
-        return self._grouped(records, min(CALL_BYTES, call_bytes), unanswered)
+        return self._grouped(records, min(CALL_BYTES, call_bytes))
 
     def _seal(self, record: Pending[W], uuid: bytes, key: ClusterKey, out: Outbound) -> None:
         """Seal a record that is not sealed yet, or whose key was retired."""
@@ -275,9 +272,7 @@ class Producer(Generic[W]):
         self._unacked = deque(records)
         return records
 
-    def _grouped(
-        self, records: Iterable[Pending[W]], call_bytes: int, unanswered: int | UnsetType
-    ) -> list[Sent[W]]:
+    def _grouped(self, records: Iterable[Pending[W]], call_bytes: int) -> list[Sent[W]]:
         """Return calls with these records. All records of a call have one sender id."""
         batches: list[list[Pending[W]]] = []
         size = 0
@@ -288,15 +283,15 @@ class Producer(Generic[W]):
             else:
                 batches.append([record])
                 size = record.size + RECORD_BYTES
-        return [self._call(batch, unanswered) for batch in batches]
+        return [self._call(batch) for batch in batches]
 
-    def _call(self, batch: list[Pending[W]], unanswered: int | UnsetType) -> Sent[W]:
+    def _call(self, batch: list[Pending[W]]) -> Sent[W]:
         self._calls += 1
         self._records += len(batch)
         records = [r.extras.record(r.sequence, r.end, r.body) for r in batch]
         sealed = batch[0].key
         assert sealed is not None
-        call = Append(batch[0].sender_id, records, self._id, self._epoch, unanswered)
+        call = Append(batch[0].sender_id, records, self._id, self._epoch)
         return Sent(batch, sealed, call)
 
     # -- outcomes -----------------------------------------------------------------------------------

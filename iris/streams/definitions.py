@@ -12,7 +12,7 @@ from msgspec import structs
 from iris.checks import check_number, check_whole
 from iris.crypto.keys import ClusterKey, public_id
 from iris.deadlines import seconds_left
-from iris.errors import ConfigError, NoStream, StreamError, StreamExists, StreamUnavailable
+from iris.errors import ConfigError, NoStream, StreamError, StreamExists
 from iris.streams.answers import RevisionTaken
 from iris.streams.listing import StreamInfo, stream_info
 from iris.streams.signed_orders import (
@@ -25,10 +25,8 @@ from iris.streams.stores import Stores
 from iris.streams.verified import VerifiedStream
 from iris.wire.names import check_cluster, listed, split_site
 from iris.wire.orders import Definition, split_partition
-from iris.wire.streams import Change, Create, Delete, Described, FindStore, Settled, StoreInfo
+from iris.wire.streams import Change, Create, Delete, Described, Settled, StoreInfo
 
-OLD_STORE: Final = "the order is for another store"
-"""What a store of an earlier version says to an order that names its bucket."""
 MOST: Final = (1 << 63) - 1
 """Largest limit of a stream, in its unit: messages, bytes or µs."""
 MOST_S: Final = MOST // 1_000_000
@@ -36,7 +34,7 @@ DURABILITIES: Final = ("disk", "bucket")
 CHANGE_TRIES: Final = 8
 """Attempts to apply a change on top of changes by others, before the caller gets an error."""
 _CHANGEABLE: Final = frozenset(
-    {"max_bytes", "max_messages", "max_age_us", "compact", "dedup_window_us", "copy", "partitions"}
+    {"max_bytes", "max_messages", "max_age_us", "compact", "dedup_window_us", "partitions"}
 )
 """Fields of a definition that `change` can change."""
 
@@ -123,12 +121,10 @@ async def make_log(
 
 
 async def redefine(
-    stores: Stores, name: str, uuid: str, redefined: Callable[[Definition], Definition | None], timeout: float,
-    *, durability: str = "",
+    stores: Stores, name: str, uuid: str, redefined: Callable[[Definition], Definition | None], timeout: float
 ) -> StreamInfo:  # fmt: skip
     """Change a stream's definition to what `redefined` returns for it; None means that no change is needed.
 
-    With the `durability` "bucket", bring the stream into the bucket of its store, if it is not there.
     If another client's change comes first, apply this one on top of it.
     """
     until_s = time.monotonic() + timeout
@@ -140,8 +136,7 @@ async def redefine(
             return stream_info(found)
         log = found.order.uuid.hex()
         keys = keys_of(stores, definition)
-        group = await _bucket_to_join(stores, found, until_s) if joins(found, durability) else b""
-        orders = orders_to_change(definition, keys, found, stores.runtime.keyring, group)
+        orders = orders_to_change(definition, keys, found, stores.runtime.keyring)
         try:
             changed = await stores.ask_stream(
                 name, log, Change(orders), Described, timeout=seconds_left(until_s), asked=timeout, writes=True
@@ -149,54 +144,10 @@ async def redefine(
         except RevisionTaken:
             found = await stores.describe(name, log, timeout=seconds_left(until_s), asked=timeout)
             continue
-        except StreamError as err:
-            if group and err.detail == OLD_STORE:
-                where = found.described.label
-                raise StreamError(
-                    name, f"the store on {where} cannot bring a stream into its bucket; upgrade it"
-                ) from err
-            raise
         stores.forget(name)
         stores.forget(name, uuid)
         return stream_info(stores.verified(name, changed))
     raise StreamError(name, f"others changed it during each of {CHANGE_TRIES} attempts; try again")
-
-
-def joins(found: VerifiedStream, durability: str) -> bool:
-    """Return whether a stream must join a bucket to have this durability. Raises StreamError if it is in one and
-    is to leave it.
-    """
-    if found.described.holder and durability == "disk":
-        raise StreamError(
-            found.name,
-            "it is in a bucket, and cannot go back to a disk; copy it to another stream with `iris stream mirror`",
-        )
-    return durability == "bucket" and not found.described.holder
-
-
-async def _bucket_to_join(stores: Stores, found: VerifiedStream, until_s: float) -> bytes:
-    """Return the public key of the stores that share the bucket of a stream's store. Raises StreamError."""
-    name, label = found.name, found.described.label
-    key = stores.runtime.keyring.by_id(found.order.key_id)
-
-    async def once(left_s: float) -> StoreInfo:
-        # In a channel, because the order will name what is answered. The orders of the stream name this store.
-        info = await stores.ask(
-            public_id(found.order.store).hex(), key, FindStore(), StoreInfo, timeout=left_s, shown=name, own=True
-        )  # fmt: skip
-        if info.forces and not info.group:
-            away = StreamUnavailable(name, f"the store on {label} cannot use its bucket now; its log says why")  # fmt: skip
-            away.passing = True
-            raise away
-        return info
-
-    info = await stores.retry(name, found.order.uuid.hex(), once, timeout=seconds_left(until_s))
-    if not info.group:
-        raise StreamUnavailable(
-            name,
-            f"the store on {label} has no bucket; start it with `--bucket URL`",
-        )
-    return info.group
 
 
 async def end_stream(stores: Stores, name: str, uuid: str, timeout: float) -> None:
@@ -267,8 +218,8 @@ def check_same(
     plain = structs.replace(existing, paused=False, consuming_paused=False)
     held = f"it exists in the store on {found.described.label} as log {found.order.uuid.hex()}"
     if plain == definition and has == partitions:
-        if joins(found, "bucket" if bucket else ""):
-            advice = f"bring it into the bucket with `iris stream change {definition.name} --durability bucket`"
+        if bucket and not found.described.holder:
+            advice = f"bring it into a bucket with `iris stream handover {definition.name} NEW`"
             raise StreamExists(definition.name, f"{held}, with durability 'disk'; {advice}")
         return stream_info(found)
     differ = [

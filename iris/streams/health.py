@@ -32,12 +32,6 @@ class StoreHealth(Struct, frozen=True):
     """How many times another store has taken over streams of this one since its start."""
     taken_s: float = 0.0
     """Seconds since the last time."""
-    copies_lag_bytes: int = 0
-    """Bytes of the streams on the store's disk that their copies in the bucket do not have yet."""
-    copies_lag_s: float = 0.0
-    """Seconds for which the oldest of them has been waiting."""
-    copies_behind: int = 0
-    """How many streams must be copied once more, because too much waited for the bucket."""
     superseded: int = 0
     """How many streams the store only keeps, because others have taken their places."""
     only_there: int = 0
@@ -72,5 +66,5 @@ def _health(address: str, found: StoreInfo) -> StoreHealth:
         )  # fmt: skip
     return StoreHealth(
         address, found.label, "", True, state.away, state.waiting, state.left, state.taken, float(state.taken_s),
-        state.copies_bytes, state.copies_us / 1e6, state.copies_behind, found.superseded, found.only_there,
+        found.superseded, found.only_there,
     )  # fmt: skip

@@ -65,14 +65,6 @@ class StreamInfo(Struct, frozen=True):
     """Seconds for which message ids are remembered."""
     durability: str = "disk"
     """Where acknowledged messages are: on the store's "disk", or in a "bucket"."""
-    copy: bool = True
-    """Whether a store that has a bucket copies the stream there, if it is on the disk."""
-    copy_lag_bytes: int | None = None
-    """Bytes that the copy in the bucket does not have yet; None if there is no copy."""
-    copy_lag_s: float | None = None
-    """For how long the oldest of them has been waiting, in seconds; None if there is no copy."""
-    copy_behind: bool = False
-    """Whether too much waited for the bucket, so that the stream will be copied there once more."""
     moved_bytes: int = 0
     """The part of `size_bytes` that is in the bucket alone, because it is over the limit of the store's disk."""
     partitions: int = 1
@@ -81,8 +73,6 @@ class StreamInfo(Struct, frozen=True):
     """Which partition of its stream this is."""
     parent: str = ""
     """For partition 1 and up: the uuid of the stream, which is that of partition 0."""
-    joining_bytes: int | None = None
-    """For a stream that is joining the bucket: bytes that were uploaded so far; else None."""
     successor: str = ""
     """The uuid of the copy to which the stream is being handed over, in hex; else empty."""
     superseded_by: str = ""
@@ -199,7 +189,7 @@ def stream_info(stream: VerifiedStream) -> StreamInfo:
             consuming_paused=False, dedup_window_us=0, replaces=None, successor=b"",
         )  # fmt: skip
     source = definition.origins[-1].name if definition.mirror else ""
-    copied, over, before = found.copied, found.superseded, definition.replaces
+    over, before = found.superseded, definition.replaces
     heard = bool(source) and found.heard_us > 0
     return StreamInfo(
         definition.name, found.uuid.hex(), definition.topic, definition.cluster, definition.max_bytes, definition.max_messages,
@@ -208,9 +198,8 @@ def stream_info(stream: VerifiedStream) -> StreamInfo:
         [public_id(signed.public_key).hex() for signed in found.orders], definition.mirror, source,
         max(0, found.source_next - found.next) if heard else None, found.heard_us if heard else 0,
         definition.consuming_paused, definition.dedup_window_us / 1e6, "bucket" if found.holder else "disk",
-        definition.copy, None if copied is None else copied.bytes, None if copied is None else copied.us / 1e6,
-        copied is not None and copied.behind, found.moved_bytes,
+        found.moved_bytes,
         len(definition.partitions) + 1, definition.partition, definition.parent.hex(),
-        found.joining, definition.successor.hex(), "" if over is None else over.uuid.hex(), 0 if over is None else over.next,
+        definition.successor.hex(), "" if over is None else over.uuid.hex(), 0 if over is None else over.next,
         "" if before is None else before.uuid.hex(), 0 if before is None else before.next,
     )  # fmt: skip

@@ -35,7 +35,6 @@ from iris.streams.definitions import (
     promoted,
     redefine,
 )
-from iris.streams.forcing import force_stream
 from iris.streams.handover import hand_over, take_place
 from iris.streams.health import StoreHealth, health_of_stores
 from iris.streams.listing import StreamInfo, list_streams, stray, stream_info
@@ -52,7 +51,7 @@ from iris.streams.records import StreamMessage
 from iris.streams.redriving import RedriveInfo
 from iris.streams.stores import Stores
 from iris.wire.consumers import ChangeConsumer, ConsumerInfo, HandOver
-from iris.wire.names import check_address, check_cluster, check_filter, optional, split_site
+from iris.wire.names import check_address, check_cluster, check_filter, optional
 from iris.wire.orders import Definition, split_partition
 
 PATIENCE_S: Final = 30.0
@@ -74,8 +73,7 @@ class Management(OneProcess):
 
     async def create(
         self, name: str, *, topic: str = "", cluster: str = "", max_bytes: int = 0, max_messages: int = 0, max_age: float = 0.0,
-        compact: bool = False, dedup_window: float = 0.0, durability: str = "disk", copy: bool = True, partitions: int = 1,
-        timeout: float = 10.0,
+        compact: bool = False, dedup_window: float = 0.0, durability: str = "disk", partitions: int = 1, timeout: float = 10.0,
     ) -> StreamInfo:  # fmt: skip
         """Create a stream, a durable log. A stream that exists with the same definition is returned as it is.
 
@@ -86,9 +84,8 @@ class Management(OneProcess):
         and stores each id once.
 
         `durability` says when a message is acknowledged: "disk", when it is on the disk of one store, or "bucket",
-        when it is in the object storage of a store started with `--bucket`, which then outlives the disk.
-        A "disk" stream of such a store is copied to its bucket, too, unless `copy` is False. Nothing waits for the
-        copy; `describe` shows how far it is behind.
+        when it is in the object storage of a store started with `--bucket`, which then outlives the disk. See
+        `handover` for a stream that exists, and `mirror` for a copy elsewhere.
 
         With `partitions` above 1, the stream consists of that many logs, spread over the stores of the site. It cannot
         have a `topic` or `cluster`, and the limits apply to each log. See `append` and `read`.
@@ -112,7 +109,6 @@ class Management(OneProcess):
             round(max_age * 1e6),
             compact,
             dedup_window_us=round(dedup_window * 1e6),
-            copy=copy,
         )
         check_partitioned(definition, partitions)
         bucket, until_s = durability == "bucket", deadline(timeout)
@@ -178,40 +174,33 @@ class Management(OneProcess):
     async def change(
         self, name: str, *, max_bytes: int | None = None, max_messages: int | None = None, max_age: float | None = None,
         compact: bool | None = None, paused: bool | None = None, consumers_paused: bool | None = None, dedup_window: float | None = None,
-        copy: bool | None = None, partitions: int | None = None, durability: str | None = None, uuid: str = "", timeout: float = 10.0,
+        partitions: int | None = None, uuid: str = "", timeout: float = 10.0,
     ) -> StreamInfo:  # fmt: skip
-        """Change a stream's limits, whether it records, or whether it is copied; None leaves a field as it is.
+        """Change a stream's limits, or whether it records; None leaves a field as it is.
 
         The stream is also shared with every key that this keyring has for it. All its partitions are changed. With
         `partitions` it gets more of them, but never fewer. Some message keys then move to the new partitions.
 
-        With `durability="bucket"` a stream on the disk of a store that has a bucket joins the bucket, while it is in
-        use: its uuid, offsets, producers and consumers stay. The call returns when that is done, which takes as long
-        as the bucket takes the whole stream. If `timeout` seconds pass, the stream may still join: look at
-        `StreamInfo.durability`. The keyring needs all keys of the stream. The stream cannot be moved back to the disk.
+        A stream stays on the disk of its store, or in its bucket; `handover` brings it elsewhere.
 
         Raises:
-            ConfigError: a setting is out of range, `durability` is another word, or the stream has more partitions.
+            ConfigError: a setting is out of range, or the stream has more partitions.
             StreamError: the stream does not exist, or a store refused. The text says which partitions are not changed.
         """
         check_address(name)
         until_s = deadline(timeout)
-        if durability is not None:
-            check_durability(durability)
-            if durability == "bucket" and split_site(name)[0]:
-                raise ConfigError(f"name: {name!r} names a site; change the durability with a client of that site")  # fmt: skip
         changes = given_fields(
             max_bytes=max_bytes, max_messages=max_messages, max_age=max_age, compact=compact, paused=paused,
-            consuming_paused=consumers_paused, dedup_window=dedup_window, copy=copy,
+            consuming_paused=consumers_paused, dedup_window=dedup_window,
         )  # fmt: skip
         if partitions is not None:
             await add_partitions(self._stores, name, uuid, partitions, timeout)
-            if not changes and durability is None:
+            if not changes:
                 return await self.describe(name, uuid=uuid, timeout=seconds_left(until_s))
             timeout = seconds_left(until_s)
         return await redefine_all(
-            self._stores, name, uuid, lambda d: structs.replace(d, **changes), timeout, durability=durability or ""
-        )  # fmt: skip
+            self._stores, name, uuid, lambda d: structs.replace(d, **changes), timeout
+        )
 
     async def pause(
         self, name: str, *, consumers: bool = False, uuid: str = "", timeout: float = 10.0
@@ -263,7 +252,7 @@ class Management(OneProcess):
         return sorted(changed, key=lambda info: (info.name, info.uuid))
 
     async def move(
-        self, name: str, *, to: str, force: bool = False, uuid: str = "", timeout: float = 60.0
+        self, name: str, *, to: str, uuid: str = "", timeout: float = 60.0
     ) -> StreamInfo:
         """Move a stream that is in a bucket to another store of the bucket; return it as that store describes it.
 
@@ -271,20 +260,11 @@ class Management(OneProcess):
         by themselves; while the new store reads the stream from the bucket, they wait. If `timeout` seconds pass, the
         move may still take place: look at `StreamInfo.store`.
 
-        With `force`, restore a stream with durability "disk" from its copy in the bucket, because its store is gone.
-        It gets another uuid, and a gap of unknown count where the copy ends: messages that the copy did not have yet
-        are lost, and readers may have seen them. Such a message is stored again if its append is repeated. If the call
-        fails half way, repeat it.
-
         Raises:
             ConfigError: `to` names no store that can take the stream; the text lists those that can.
-            StreamError: the stream is not in a bucket, or a store refused. With `force`: the stream's store can be
-                reached, or the bucket has no copy under your keys (NoStream), or several (AmbiguousStream: name the
-                uuid).
+            StreamError: the stream is not in a bucket, or a store refused.
         """
         check_address(name)
-        if force:
-            return await force_stream(self._stores, name, to, uuid, timeout)
         return await move_stream(self._stores, name, to, uuid, timeout)
 
     async def balance(self, name: str = "", *, timeout: float = 10.0) -> _Moves:

@@ -38,7 +38,7 @@ from iris.streams.stores import PAUSE_MAX_S, PAUSE_MIN_S, Stores
 from iris.streams.verified import VerifiedStream
 from iris.wire.codec import END
 from iris.wire.orders import DEAD, partition_name
-from iris.wire.stream_items import HOLES, Hole, Item, Record
+from iris.wire.stream_items import Hole, Item, Record
 from iris.wire.streams import MAX_COPY_ITEMS, Copied, Copy, Described, Fetch, Fetched
 
 FETCH_BYTES: Final = 1 << 20
@@ -368,14 +368,7 @@ class Mirror(OneProcess):
 
     async def _write(self, start: int, until: int, items: list[Item]) -> None:
         call = Copy(self._source_uuid, start, until, items, self.source_end)
-        try:
-            done = await self._ask(self.name, self._copy_uuid, call, Copied, writes=True)
-        except StreamError as err:
-            adapted = [_for_older_store(item) for item in items]
-            if type(err) is not StreamError or adapted == items:
-                raise
-            call = Copy(self._source_uuid, start, until, adapted, self.source_end)
-            done = await self._ask(self.name, self._copy_uuid, call, Copied, writes=True)
+        done = await self._ask(self.name, self._copy_uuid, call, Copied, writes=True)
         if items and not done.taken and done.next == start:
             raise StreamError(
                 self.name,
@@ -446,10 +439,3 @@ async def _drop(task: asyncio.Task[Fetched] | None) -> None:
     if task is not None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-def _for_older_store(item: Item) -> Item:
-    """Return an item for a store that does not know the hole reason "damaged": as removed by retention (1)."""
-    if isinstance(item, Hole) and HOLES.get(item.reason) == "damaged":
-        return Hole(item.offset, item.next, 1)
-    return item

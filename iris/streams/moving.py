@@ -29,21 +29,13 @@ async def move_stream(stores: Stores, name: str, to: str, uuid: str, timeout: fl
     found = await stores.describe(name, uuid, timeout=timeout)
     check_not_dead_letters(name, found)
     if not found.described.holder:
-        definition = found.order.definition
-        restore = (
-            ""  # partitions cannot be restored from copies
-            if definition.partition or definition.partitions
-            else ". If that store is gone, restore the stream from its copy in the bucket (`iris stream move --force`)"
-        )
         raise StreamError(
             name,
             f"it is on the disk of the store on {found.described.label} and cannot be moved; only a stream in a bucket "
-            f"can (`iris stream change {split_partition(name)[0]} --durability bucket`){restore}",
+            f"can, and `iris stream handover {split_partition(name)[0]} NEW` brings a stream into a bucket",
         )
-    there = [
-        one for one in await with_buckets(stores, name, until_s) if one.group == found.order.store
-    ]
-    target = chosen(to, there, found.described.holder)
+    there = await _stores_of_bucket(stores, name, found.order.store, until_s)
+    target = _chosen(to, there, found.described.holder)
     log, address = found.order.uuid.hex(), public_id(target.key).hex()
     for _ in range(CHANGE_TRIES):
         call = Move(orders_to_move(found, stores.runtime.keyring, target.key))
@@ -85,8 +77,10 @@ async def move_stream(stores: Stores, name: str, to: str, uuid: str, timeout: fl
         await asyncio.sleep(LOOK_S)
 
 
-async def with_buckets(stores: Stores, name: str, until_s: float) -> list[StoreInfo]:
-    """Return the stores that have a bucket and answer now."""
+async def _stores_of_bucket(
+    stores: Stores, name: str, group: bytes, until_s: float
+) -> list[StoreInfo]:
+    """Return the stores that share the bucket with the public key `group` and answer now."""
     there: list[StoreInfo] = []
     holders = await stores.holders.every(timeout=seconds_left(until_s))
     for address in sorted({holder.uuid for holder in holders}):
@@ -96,20 +90,21 @@ async def with_buckets(stores: Stores, name: str, until_s: float) -> list[StoreI
             )
         except (StreamError, RequestError):
             continue  # it has just left
-        if info.group:
+        if info.group == group:
             there.append(info)
     return there
 
 
-def chosen(to: str, there: list[StoreInfo], holder: bytes = b"") -> StoreInfo:
+def _chosen(to: str, there: list[StoreInfo], holder: bytes) -> StoreInfo:
     """Return the store that `to` names, by its host or by the beginning of its id; not the one with the key `holder`.
 
     Raises ConfigError.
     """
     others = [one for one in there if one.key != holder]
     listed = ", ".join(f"{public_id(one.key).hex()[:8]} on {one.label}" for one in others)
-    bucket = "the stream's bucket" if holder else "a bucket"
-    advice = f"name one of {listed}" if others else f"no other store of {bucket} is there now"
+    advice = (
+        f"name one of {listed}" if others else "no other store of the stream's bucket is there now"
+    )
     named = [one for one in there if one.label == to]
     if not named and len(to) >= 4:
         named = [one for one in there if public_id(one.key).hex().startswith(to.lower())]
@@ -117,7 +112,7 @@ def chosen(to: str, there: list[StoreInfo], holder: bytes = b"") -> StoreInfo:
         ids = " or ".join(public_id(one.key).hex()[:8] for one in named if one.key != holder)
         raise ConfigError(f"to: {to!r} means {len(named)} stores of the bucket; name the one that you mean by its id: {ids}")  # fmt: skip
     if not named:
-        raise ConfigError(f"to: no store of {bucket} is called {to!r}; {advice}")
+        raise ConfigError(f"to: no store of the stream's bucket is called {to!r}; {advice}")
     if named[0].key == holder:
         raise ConfigError(f"to: the stream is at the store {to!r} already; {advice}")
     return named[0]

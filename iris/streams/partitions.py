@@ -1,7 +1,7 @@
 """Partitions of a stream: which logs they are, which one a key belongs to, and how they are made and found.
 
 Partition 0 is the log that has the stream's name. Its definition names the logs of the others; see docs/protocol.md,
-§19.11.
+§19.10.
 """
 
 from __future__ import annotations
@@ -54,8 +54,6 @@ from iris.wire.orders import (
 )
 from iris.wire.streams import Change, Described, FindStore, StoreInfo
 
-VERSION: Final = 3
-"""Lowest version of orders that a store must accept to keep a stream with partitions."""
 NO_PARTITIONS: Final = (
     "partition: stream {name!r} has no partition {partition}; it has one, number 0"
 )
@@ -276,8 +274,7 @@ def check_count(count: int) -> None:
 async def site_stores(
     stores: Stores, name: str, until_s: float, *, bucket: bool
 ) -> dict[str, StoreInfo]:
-    """Return the stores of the site that answer now and can keep partitions, by id; with `bucket`, the stores of the
-    largest group.
+    """Return the stores of the site that answer now, by id; with `bucket`, the stores of the largest group.
 
     Raises StreamUnavailable without any.
     """
@@ -291,13 +288,7 @@ async def site_stores(
         return None
 
     answers = await asyncio.gather(*map(ask, sorted({holder.uuid for holder in holders})))
-    there = [one for one in answers if one is not None]
-    able = [one for one in there if one.orders >= VERSION]
-    if there and not able:
-        old = listed([one.label for one in there])
-        raise StreamUnavailable(
-            name, f"all stores that answer are of a version without partitions; upgrade those on {old}"
-        )  # fmt: skip
+    able = [one for one in answers if one is not None]
     if bucket:
         groups = Counter(one.group for one in able if one.group)
         largest = max(groups, key=lambda group: (groups[group], group), default=b"-")
@@ -382,21 +373,19 @@ async def describe_partitions(
 def _away(first: StreamInfo, partition: int, name: str, uuid: str, why: str) -> StreamInfo:
     return structs.replace(
         first, name=split_site(name)[1], uuid=uuid, oldest=0, end=0, messages=0, size_bytes=0, epoch=0, created_us=0, store="",
-        host="", lost_messages=0, failed=why, copy_lag_bytes=None, copy_lag_s=None, copy_behind=False,
-        moved_bytes=0, partitions=1, partition=partition, parent=first.uuid, joining_bytes=None,
+        host="", lost_messages=0, failed=why, moved_bytes=0, partitions=1, partition=partition, parent=first.uuid,
     )  # fmt: skip
 
 
 async def redefine_all(
-    stores: Stores, name: str, uuid: str, redefined: Callable[[Definition], Definition | None], timeout: float,
-    *, durability: str = "",
+    stores: Stores, name: str, uuid: str, redefined: Callable[[Definition], Definition | None], timeout: float
 ) -> StreamInfo:  # fmt: skip
     """Change the definition of a stream, and of each of its partitions; see `redefine`.
 
     Raises StreamError that names the partitions that are not changed.
     """
     until_s = time.monotonic() + timeout
-    info = await redefine(stores, name, uuid, redefined, timeout, durability=durability)
+    info = await redefine(stores, name, uuid, redefined, timeout)
     if info.partitions == 1:
         return info
     layout = await find_layout(stores, name, uuid, timeout=seconds_left(until_s))
@@ -404,12 +393,7 @@ async def redefine_all(
     left = _failed(
         numbers,
         await asyncio.gather(
-            *(
-                redefine(
-                    stores, *layout.log(n), redefined, seconds_left(until_s), durability=durability
-                )
-                for n in numbers
-            ),
+            *(redefine(stores, *layout.log(n), redefined, seconds_left(until_s)) for n in numbers),
             return_exceptions=True,
         ),
     )

@@ -380,7 +380,7 @@ class Stores:
                 except (NoStream, RequestTimeout) as err:
                     if not others:
                         raise
-                    # It was deleted and created again, or restored from its copy.
+                    # It was deleted and created again.
                     missing = NoStream(
                         name,
                         f"no store holds its log {uuid}; the stream of this name is log {' or '.join(others)} now",

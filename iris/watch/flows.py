@@ -50,8 +50,6 @@ class StreamReader:
             in_rate=self._history.rate(("stream", info.uuid), whole(info.end)), lost_messages=whole(info.lost_messages),
             paused=info.paused, failed=sentence(info.failed), dead_letters=dead, mirror_lag=info.lag,
             lag=max((consumer.lag for consumer in consumers), default=0), consumers=consumers, other_consumers=more,
-            copy_lag_bytes=None if info.copy_lag_bytes is None else whole(info.copy_lag_bytes),
-            copy_lag_s=None if info.copy_lag_s is None else number(info.copy_lag_s), copy_behind=info.copy_behind,
         )  # fmt: skip
 
     def _read_consumers(

@@ -30,8 +30,6 @@ MIN_RTT_MS: Final = 20.0
 FULL_SHARE: Final = 0.5
 LATELY_S: Final = 60.0
 """Drops before that are not of interest any more."""
-COPY_LATE_S: Final = 5.0
-"""A copy in a bucket is usually 0.3 s behind."""
 CLOCK_MS: Final = 1000.0
 """Clocks that differ by more are worth a look: messages are refused from 10 minutes on."""
 
@@ -92,7 +90,6 @@ class Judge:
         for stream in streams:
             if stream.failed:
                 found.append(("stream", stream.name, stream.host, stream.name, [stream.failed]))
-            found.append(("copy", stream.name, stream.host, stream.name, list(_copy(stream))))
             for consumer in stream.consumers:
                 why = []
                 if consumer.lag and not consumer.workers:
@@ -180,15 +177,6 @@ def _clock(link: Link) -> Iterator[str]:
     offset_ms, error_ms = link.clock_offset_ms, link.clock_error_ms
     if offset_ms is not None and abs(offset_ms) - (error_ms or 0.0) > CLOCK_MS:
         yield f"its clock differs from that of {link.relay_host} by {_ms(offset_ms)} (± {_ms(error_ms or 0.0)})"
-
-
-def _copy(stream: Stream) -> Iterator[str]:
-    late_s = stream.copy_lag_s or 0.0
-    behind = f"{stream.copy_lag_bytes or 0:,} bytes and {late_s:.0f} s behind"
-    if stream.copy_behind:
-        yield f"its copy in the bucket is {behind}; the store copies the stream again when the bucket is fast enough"
-    elif late_s >= COPY_LATE_S:
-        yield f"its copy in the bucket is {behind}"
 
 
 def _relay(relay: Relay) -> Iterator[str]:

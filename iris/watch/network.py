@@ -272,12 +272,6 @@ class Stream(Struct, frozen=True, kw_only=True):
     mirror_lag: int | None = None
     lag: int = 0
     """The largest lag of its consumers."""
-    copy_lag_bytes: int | None = None
-    """What its copy in a bucket does not have yet; None if there is none."""
-    copy_lag_s: float | None = None
-    """For how long the oldest of that has been waiting."""
-    copy_behind: bool = False
-    """Whether it will be copied once more, because too much waited for the bucket."""
     consumers: list[Consumer] = []
     other_consumers: int = 0
 
@@ -314,7 +308,7 @@ class Slow(Struct, frozen=True, kw_only=True):
     """Something that is slow, loses messages or fails, or is about to, and the figures that say so."""
 
     kind: str
-    """"member", "program", "link", "relay", "consumer", "stream", "copy" or "clock"."""
+    """"member", "program", "link", "relay", "consumer", "stream" or "clock"."""
     who: str
     """Id of a member, and what people call anything else."""
     name: str

@@ -206,7 +206,6 @@ class ConsumerInfo(Struct, frozen=True):
     paused: bool = False
     """Nothing is delivered until it is resumed."""
     ack_timeout_us: Offset = 0
-    """0 from a store that does not say."""
     max_deliver: U32 = 0
     redriven: Offset = 0
     """Dead letters that were delivered again on request, since the consumer was created."""

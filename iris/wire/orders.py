@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Annotated, Final
 
 import msgspec
-from msgspec import Meta, Struct, structs
+from msgspec import Meta, Struct
 
 from iris.errors import ConfigError, DecodeError, InvalidName
 from iris.wire.frames import Id16
@@ -20,8 +20,6 @@ from iris.wire.names import check_cluster, check_filter
 KEEP: Final = "keep"
 END: Final = "end"
 MOVE: Final = "move"
-ORDER_VERSION: Final = 3
-"""Highest order version that a store of this version accepts."""
 MAX_ORDER_BYTES: Final = 8192
 MAX_ORDERS: Final = 64
 ORDER_FRESH_US: Final = 600_000_000
@@ -45,7 +43,7 @@ Hash = Annotated[bytes, Meta(max_length=32)]
 ShortText = Annotated[str, Meta(max_length=255)]
 
 
-class Origin(Struct, frozen=True):
+class Origin(Struct, frozen=True, forbid_unknown_fields=True):
     """A log whose records a copy holds, with the name, topic and cluster that the records were sent to."""
 
     uuid: Id16
@@ -54,7 +52,7 @@ class Origin(Struct, frozen=True):
     cluster: ShortText = ""
 
 
-class Replaced(Struct, frozen=True):
+class Replaced(Struct, frozen=True, forbid_unknown_fields=True):
     """The log whose place a copy of it takes, or has taken."""
 
     uuid: Id16
@@ -70,10 +68,11 @@ ANY_REVISION: Final = 0x7FFFFFFFFFFFFFFF
 """`Replaced.revision` of a copy that takes the place of a lost log, whatever revision that has."""
 
 
-class Definition(Struct, frozen=True):
+class Definition(Struct, frozen=True, forbid_unknown_fields=True):
     """Definition of a stream: what it records, and its limits. 0 means no limit.
 
-    Over a limit the oldest messages are removed.
+    Over a limit the oldest messages are removed. A definition with other fields is refused: who does not know a field
+    would keep, or read, another stream than the one that was defined.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=MAX_STREAM_NAME_BYTES)]
@@ -99,9 +98,6 @@ class Definition(Struct, frozen=True):
     dedup_window_us: Time = 0
     """Time for which ids of appended messages are remembered; 0 if messages have no ids."""
 
-    copy: bool = True
-    """Whether a store that has a bucket copies the stream there, behind its acknowledgements."""
-
     partitions: Annotated[tuple[Id16, ...], Meta(max_length=MAX_PARTITIONS - 1)] = ()
     """Uuids of the logs that are partitions 1 and up of this stream, whose partition 0 is its own log."""
     parent: Annotated[bytes, Meta(max_length=16)] = b""
@@ -119,22 +115,6 @@ class Definition(Struct, frozen=True):
     def stopped(self) -> bool:
         """Whether nothing is recorded or appended."""
         return self.paused or bool(self.successor)
-
-    @property
-    def order_version(self) -> int:
-        """Version that an order with this definition must have, so that a store which does not support
-        all of it refuses it."""
-        if self.partitions or self.parent:
-            return 3
-        return 2 if self.consuming_paused or self.dedup_window_us else 1
-
-    def made_again(self, uuid: bytes) -> Definition:
-        """Return the definition of a log that takes the place of the log `uuid`, which was lost. Hashes of keys and of
-        message ids stay the same."""
-        if self.origins:
-            return self
-        origin = Origin(uuid, self.name, self.topic, self.cluster)
-        return structs.replace(self, origins=(origin,))
 
     def key_uuid(self, uuid: bytes) -> bytes:
         """Return the uuid with which key hashes of the log `uuid` are made: for a copy, that of its first origin."""
@@ -233,7 +213,7 @@ def _check_partitions(definition: Definition) -> None:
         raise ConfigError(f"partitions: {len(uuids) + 1} are over the limit of {MAX_PARTITIONS}")
 
 
-class Order(Struct, frozen=True):
+class Order(Struct, frozen=True, forbid_unknown_fields=True):
     """Order of a cluster key's holder to one store, to keep a stream as defined, to end it, or to move it.
 
     A stream has one order for each of its key ids. `in_force` selects the one that defines it.
@@ -247,10 +227,8 @@ class Order(Struct, frozen=True):
     """The store's public key; for "move", that of the store that is to hold the stream."""
     issued_us: Time
     definition: Definition
-    version: Annotated[int, Meta(ge=1, le=ORDER_VERSION)] = 1
-    """2 or 3 if the definition has settings that stores of the versions below do not know."""
     revision: Offset = 0
-    """Revision of the order in force, which it replaces, plus 1; 0 in "create" and in orders of older clients."""
+    """Revision of the order in force, which it replaces, plus 1; 0 in "create"."""
 
 
 class SignedOrder(Struct, frozen=True, array_like=True):

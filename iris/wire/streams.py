@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Final
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 
 from iris.errors import DecodeError
 from iris.wire.consumers import (
@@ -107,14 +107,9 @@ class FindStore(Struct, frozen=True, tag_field="op", tag="store"):
 
 
 class Knock(Struct, frozen=True, tag_field="op", tag="knock"):
-    """First step to open a channel (`iris.crypto.channel`) to a stream or to a store itself. Answered with Door.
-
-    A store refuses it for a stream whose order has a higher version than `orders`.
-    """
+    """First step to open a channel (`iris.crypto.channel`) to a stream or to a store itself. Answered with Door."""
 
     nonce: Key32
-    orders: U32 = 2
-    """Highest version of orders that the caller understands; the default is that of callers that do not say."""
 
 
 class Open(Struct, frozen=True, tag_field="op", tag="open"):
@@ -177,28 +172,6 @@ class Take(Struct, frozen=True, tag_field="op", tag="take"):
     ticket: Annotated[bytes, Meta(max_length=MAX_TICKET_BYTES)]
 
 
-class FindLost(Struct, frozen=True, tag_field="op", tag="lost"):
-    """Request to a store for the copies in its bucket of streams of one name. Answered with LostStreams.
-
-    The orders have the action "move", the uuid `NO_LOG` and the store's key, and define no more than the name.
-    """
-
-    orders: Orders
-
-
-class Force(Struct, frozen=True, tag_field="op", tag="force"):
-    """Request to a store to make a stream of a copy in its bucket, because the store that had the stream is gone.
-    Answered with Described once the new stream is served, or if it was made before.
-
-    `orders` move the lost stream to the store, as in Move. `made` and `salt` create the stream that takes its place, as
-    in Create: with the same definition, except that the lost log is an origin if it had none.
-    """
-
-    orders: Orders
-    made: Orders
-    salt: Id16
-
-
 class Append(Struct, frozen=True, tag_field="op", tag="append"):
     """Records to append, sealed by `sender_id`. Answered with Appended once all of them are on disk."""
 
@@ -207,9 +180,6 @@ class Append(Struct, frozen=True, tag_field="op", tag="append"):
     producer: Id16 = NO_PRODUCER
     """Id of the producer. With NO_PRODUCER, the store cannot distinguish retries of these records from new ones."""
     epoch: U32 = 0
-    unanswered: Offset | UnsetType = UNSET
-    """When records are sent again: the lowest sequence of this epoch whose outcome the producer does not know. A log
-    that was restored from a copy may lack the last ones whose outcome it knows."""
 
 
 class Stage(Struct, frozen=True, tag_field="op", tag="stage"):
@@ -365,12 +335,6 @@ class BucketState(Struct, frozen=True, array_like=True):
     """Journals that other stores have taken over from this one since its start."""
     taken_s: U32
     """Seconds since the last of them was; 0 if none was."""
-    copies_bytes: Offset
-    """Bytes that the copies of the store's streams on disk do not have."""
-    copies_us: Offset
-    """For how long the oldest of them has been waiting."""
-    copies_behind: U32
-    """Streams that will be copied once more, because too much waited for the bucket."""
 
 
 class StoreInfo(Struct, frozen=True, tag_field="op", tag="store"):
@@ -383,12 +347,8 @@ class StoreInfo(Struct, frozen=True, tag_field="op", tag="store"):
     key: Key32
     label: ShortText = ""
     group: Annotated[bytes, Meta(max_length=32)] = b""
-    forces: bool = False
-    """Whether it accepts FindLost and Force."""
-    orders: U32 = 2
-    """Highest version of orders that the store accepts; the default is that of stores that do not say."""
     bucket: BucketState | None = None
-    """None without a bucket, and from stores that do not say."""
+    """None without a bucket."""
     superseded: U32 = 0
     """Streams that it only keeps, because other logs have taken their places."""
     only_there: Offset = 0
@@ -414,16 +374,6 @@ class Opened(Struct, frozen=True, tag_field="op", tag="opened"):
     channel: Offset
     share: Key32
     signature: Signature
-
-
-class CopyLag(Struct, frozen=True, array_like=True):
-    """How far the copy in a bucket of a stream, which is on its store's disk, is behind."""
-
-    bytes: Offset
-    us: Time
-    """How long the oldest write that is missing there has been waiting; 0 if none is missing."""
-    behind: bool = False
-    """Whether too much waited, so that the stream will be written there once more."""
 
 
 class Superseded(Struct, frozen=True, array_like=True):
@@ -463,12 +413,8 @@ class Described(Struct, frozen=True, tag_field="op", tag="described"):
     holder: Annotated[bytes, Meta(max_length=32)] = b""
     """For a stream in a bucket, whose `store` is the key of all stores that share it: the public key of the store
     that holds it now. Else empty."""
-    copied: CopyLag | None = None
-    """For a stream on the disk of a store that copies it to a bucket; else None."""
     moved_bytes: Offset = 0
     """For a stream in a bucket: the part of `size_bytes` that is in segment objects alone, not on the store's disk."""
-    joining: Offset | None = None
-    """For a stream on a disk that is to join a bucket: bytes that the bucket was given so far; else None."""
     plans: U32 = 0
     """For partition 0: the number of batches over several partitions whose commit has begun and not ended."""
     cut: Annotated[list[Offset], Meta(max_length=MAX_PARTITIONS)] = []
@@ -477,26 +423,6 @@ class Described(Struct, frozen=True, tag_field="op", tag="described"):
     """For partition 0: a number that changes whenever such a commit begins."""
     superseded: Superseded | None = None
     """The log that has taken the place of this one, which is only read by its uuid."""
-
-
-class LostStream(Struct, frozen=True):
-    """A stream of which the bucket has a copy."""
-
-    uuid: Id16
-    orders: Annotated[list[SignedOrder], Meta(max_length=MAX_ORDERS)]
-    """Those in force when it was copied."""
-    store: Key32
-    """The public key of the store that has the stream, or had it."""
-    label: ShortText
-    """The host of that store."""
-    next: Offset
-    """Where the copy ends."""
-
-
-class LostStreams(Struct, frozen=True, tag_field="op", tag="lost"):
-    """Streams of the name asked for, whether or not their stores are gone."""
-
-    streams: Annotated[list[LostStream], Meta(max_length=MAX_LISTED)]
 
 
 class Moving(Struct, frozen=True, tag_field="op", tag="moving"):
@@ -600,11 +526,11 @@ REFUSALS: Final = frozenset(
 Call = (
     FindStore | Knock | Open | Create | ListStreams | Describe | Change | Delete | Append | Stage | Commit | Plan
     | Discard | Copy | Fetch | Find | Consume | Settle | DescribeConsumers | DeleteConsumer | ChangeConsumer
-    | RedriveLetters | Move | Take | FindLost | Force | FetchState | Carry | Supersede | Attend | HandOver
+    | RedriveLetters | Move | Take | FetchState | Carry | Supersede | Attend | HandOver
 )  # fmt: skip
 Answer = (
     StoreInfo | Door | Opened | Described | Listed | Appended | Staged | Committed | Planned | Copied | Fetched
-    | Found | Delivered | Settled | Consumers | Redriven | Moving | LostStreams | StateRows | Attended | Refused
+    | Found | Delivered | Settled | Consumers | Redriven | Moving | StateRows | Attended | Refused
 )  # fmt: skip
 
 encode: Final = msgspec.msgpack.Encoder().encode

@@ -332,7 +332,7 @@ class Admission:
                 return name
             if len(admitted.names) >= MAX_NAMES:
                 admitted.names.clear()
-            # A partition counts as its stream (docs/protocol.md, §19.11).
+            # A partition counts as its stream (docs/protocol.md, §19.10).
             found = admitted.names[(name, key_id)] = _PARTITION.sub("", names[0])
         return found
 

@@ -120,17 +120,13 @@ SPECS: Final = (
     Spec("iris_store_bucket_up", "1 if the bucket of the store answers; absent without a bucket."),
     Spec("iris_store_bucket_backlog_bytes", "Bytes that wait for the bucket; what is in them is not acknowledged yet."),
     Spec("iris_store_bucket_backlog_limit_bytes", "Limit of the backlog of one journal, at which its streams accept nothing new."),
-    Spec("iris_store_copies_lag_bytes", "Bytes of the store's streams on disk that their copies in the bucket do not have."),
-    Spec("iris_store_copies_lag_seconds", "How long the oldest write that a copy in the bucket does not have has been waiting."),
-    Spec("iris_store_copies_behind", "Streams on disk that will be copied to the bucket once more, because too much waited for it."),
     Spec("iris_store_bucket_local_bytes", "Bytes of records of streams in the bucket that are on the store's disk."),
     Spec("iris_store_bucket_moved_bytes", "Bytes of their older records that are in segment objects of the bucket alone."),
     Spec("iris_store_bucket_reads_total", "Requests to the bucket for chunks of segment objects."),
     Spec("iris_store_bucket_read_hits_total", "Chunks of segment objects that were in memory when they were asked for."),
 )  # fmt: skip
 _OF_A_BUCKET: Final = (
-    "copies_lag_bytes", "copies_lag_seconds", "copies_behind", "bucket_local_bytes", "bucket_moved_bytes",
-    "bucket_reads_total", "bucket_read_hits_total",
+    "bucket_local_bytes", "bucket_moved_bytes", "bucket_reads_total", "bucket_read_hits_total",
 )  # fmt: skip
 
 
@@ -321,9 +317,9 @@ def fill_store(page: Page, figures: Mapping[str, Any], labels: Labels) -> None:
         page.add("iris_store_consumer_workers", workers, *pair)
     bucket = figures["bucket"]
     if bucket is not None:
-        up, backlog, limit, *copies = bucket
+        up, backlog, limit, *others = bucket
         page.set("iris_store_bucket_up", up)
         page.set("iris_store_bucket_backlog_bytes", backlog)
         page.set("iris_store_bucket_backlog_limit_bytes", limit)
-        for name, value in zip(_OF_A_BUCKET, copies, strict=False):
+        for name, value in zip(_OF_A_BUCKET, others, strict=False):
             page.set(f"iris_store_{name}", value)

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from iris import keyfiles, program
+from iris import program
 from iris.causes import print_error
 from iris.cli.arguments import read_plainly
-from iris.crypto.keyring import Keyring
 from iris.errors import ConfigError, IrisError
 from iris.wire.names import plural, printable
 from iris.wire.texts import sound_json
@@ -25,7 +24,6 @@ from relay.store import needs_rocksdb
 
 if TYPE_CHECKING:
     from relay.store.bucket.checking import Report as Found
-    from relay.store.bucket.dropping import CopiesOf
     from relay.store.salvage import Report
 
 
@@ -118,7 +116,6 @@ def store(
       iris store salvage /var/lib/iris       (while the store is stopped)
       iris store restore /var/lib/iris --bucket s3://company-iris/streams
       iris store check /var/lib/iris --bucket s3://company-iris/streams
-      iris store drop-copies /var/lib/iris --bucket s3://company-iris/streams
     """
     if context.invoked_subcommand:
         return
@@ -216,11 +213,6 @@ def restore(
     loses its streams to DATA, so stop all stores first. Afterwards, start the
     relay or store with DATA, the same bucket and the same bucket key.
 
-    Streams that were on the disks of those stores are restored from their
-    copies in the bucket, if the keyring here has one of their keys. Each gets
-    another uuid, and a gap where its copy ends. If some copies could not be
-    restored, the exit code is 1.
-
     \b
     Examples:
       iris store restore /var/lib/iris --bucket s3://company-iris/streams
@@ -230,25 +222,12 @@ def restore(
     try:
         process = _load("process")
         settings = process.BucketSettings(bucket, bucket_key and bucket_key.absolute())
-        try:
-            keyring = keyfiles.load_keys(os.environ)
-        except keyfiles.NoKeyring:
-            keyring = Keyring({})  # no copy can be restored, and the output says so
         with warnings_of("iris store restore"):
-            found = asyncio.run(process.restore(data.absolute(), settings, keyring))
+            count = asyncio.run(process.restore(data.absolute(), settings))
     except (IrisError, OSError) as err:
         print_error("iris store restore", err)
         raise typer.Exit(2) from err
-    copies = f", and {plural(len(found.copies), 'stream')} from copies" if found.copies else ""
-    typer.echo(f"{data}: {plural(found.streams, 'stream')} from {bucket}{copies}")
-    for one in found.left:
-        line = f"not restored: the copy of stream {one.name or '?'} (log {one.uuid}) of {one.host}: {one.why}"
-        sys.stderr.write(printable(line) + "\n")
-    if found.left:
-        sys.stderr.write(
-            "start the store, and restore each of them where the keyring has one of its keys: iris stream move NAME --to HOST --force\n"
-        )
-        raise typer.Exit(1)
+    typer.echo(f"{data}: {plural(count, 'stream')} from {bucket}")
 
 
 @app.command()
@@ -290,61 +269,6 @@ def check(
         typer.echo("\n".join(_check_lines(found)))
     if found.damage:
         raise typer.Exit(1)
-
-
-@app.command("drop-copies")
-def drop_copies(
-    data: Annotated[Path, typer.Argument(help="Data directory of a store of the bucket.", file_okay=False)],
-    bucket: Annotated[
-        str, typer.Option(metavar="URL", help="The bucket: s3://NAME/PATH, gs://, az:// or file:///PATH.")
-    ],
-    journal: Annotated[str, typer.Argument(help="First characters of the journal to drop. Default: list all.")] = "",
-    bucket_key: Annotated[
-        Path | None, typer.Option(help="Key file of the stores that share the bucket. Default: group.key in DATA.", dir_okay=False)
-    ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Drop copies that are needed, too.")] = False,
-) -> None:  # fmt: skip
-    """Delete from a bucket the copies of a store that is gone for good.
-
-    Without JOURNAL, lists the copies of all stores. A copy is needed until its stream has joined the
-    bucket, or was moved by force and the new log has a copy of its own. If one is needed, nothing is
-    deleted without --yes, and the exit code is 1. A store that runs uploads its streams again if you
-    drop its copies.
-
-    \b
-    Examples:
-      iris store drop-copies /var/lib/iris --bucket s3://company-iris/streams
-      iris store drop-copies /var/lib/iris 7bd24d4f --bucket s3://company-iris/streams
-    """
-    import asyncio
-
-    try:
-        work = _load("bucket_check")
-        key_file = bucket_key and bucket_key.absolute()
-        found, dropped = asyncio.run(
-            work.drop_copies(data.absolute(), bucket, key_file, journal, needed=yes)
-        )
-    except (IrisError, OSError) as err:
-        print_error("iris store drop-copies", err)
-        raise typer.Exit(2) from err
-    typer.echo("\n".join(_copies_lines(found)) if found else f"{bucket}: no copies")
-    if dropped:
-        typer.echo("dropped")
-    elif journal:
-        sys.stderr.write("nothing was dropped, because some copies are needed; --yes drops them anyway\n")  # fmt: skip
-        raise typer.Exit(1)
-
-
-def _copies_lines(found: list[CopiesOf]) -> list[str]:
-    """Return the lines of journals of copies for people."""
-    lines = []
-    for one in found:
-        lines.append(f"journal {one.journal[:8]} of {printable(one.label)} ({one.store[:8]}): {plural(len(one.streams), 'stream')}")  # fmt: skip
-        lines += [
-            f"  {printable(each.name) or '?'} (log {each.uuid}, up to {each.next}): {f'needed: {each.needed}' if each.needed else 'not needed'}"
-            for each in one.streams
-        ]
-    return lines
 
 
 def _check_lines(found: Found) -> list[str]:

@@ -4,7 +4,6 @@ writes and serves.
     create    every order is signed by the key that it names, has revision 0, and is fresh; the uuid is made of the key
               of the first one, which countersigns the others
     change    every order has the next revision, is fresh, and is signed by a key of the stream, or countersigned by one
-    join      as change, and every key of the stream signs; the orders name the bucket's stores instead of this one
     end       every order has the next revision, is fresh, and is signed by a key of the stream
     start     the signatures, and how each key joined the stream, from the one that its uuid is made of; not the time,
               so that stored orders stay valid
@@ -40,7 +39,7 @@ from iris.wire.orders import (
 from relay.store.errors import Refuse
 
 _Signed = dict[bytes, tuple[Order, SignedOrder]]
-_ELSEWHERE: Final = "a stream in a bucket cannot go back to a disk; copy it to another stream with `iris stream mirror`"
+_ELSEWHERE: Final = "a stream stays on the disk of its store, or in its bucket; bring it elsewhere with `iris stream handover`"
 
 
 class DefinitionFile(Struct, frozen=True):
@@ -49,12 +48,12 @@ class DefinitionFile(Struct, frozen=True):
     orders: list[SignedOrder] = []
     parent: bytes = b""
     """For a log of dead letters: the uuid of their stream. Otherwise empty."""
-    roots: list[bytes] = []
-    """Ids of the keys that need no countersignature; the first is the one that the stream was created under."""
+    founder: bytes = b""
+    """Id of the key that the stream was created under, which needs no countersignature."""
     admitted: list[SignedOrder] = []
     """The countersigned orders of the stream's other keys."""
     salt: bytes = b""
-    """What the uuid was made of, with the first of `roots`; see `log_uuid`. Empty for a log of dead letters."""
+    """What the uuid was made of, with the `founder`; see `log_uuid`. Both are empty for a log of dead letters."""
     superseded: list[SignedOrder] = []
     """Orders of the stream that has taken the place of this one; see `Authority.supersede`."""
 
@@ -64,7 +63,7 @@ class Charter(Struct, frozen=True):
 
     orders: _Signed = {}
     """Key id -> order."""
-    roots: tuple[bytes, ...] = ()
+    founder: bytes = b""
     admitted: dict[bytes, SignedOrder] = {}
     salt: bytes = b""
     superseded: tuple[SignedOrder, ...] = ()
@@ -89,17 +88,11 @@ class Charter(Struct, frozen=True):
         return Definition("?") if order is None else order.definition
 
     @property
-    def version(self) -> int:
-        """The version of the order in force; 1 if there are none."""
-        order = self.order
-        return 1 if order is None else order.version
-
-    @property
     def definition_file(self) -> DefinitionFile:
         """The contents of the definition file."""
         signed = [one for _, one in self.orders.values()]
         return DefinitionFile(
-            signed, b"", list(self.roots), list(self.admitted.values()), self.salt, list(self.superseded)
+            signed, b"", self.founder, list(self.admitted.values()), self.salt, list(self.superseded)
         )  # fmt: skip
 
 
@@ -115,7 +108,6 @@ class Authority:
     def __init__(self, store: bytes, group: bytes = b"") -> None:
         """`group` is the public key of the stores that share this one's bucket."""
         self._stores = {store, group} - {b""}
-        self._group = group
 
     def create(self, orders: _Signed, salt: bytes, now_us: int) -> Charter:
         """Return the charter of a new stream, from orders that `read` and `one_definition` have accepted."""
@@ -131,7 +123,7 @@ class Authority:
             _check_fresh(order, now_us)
         for key_id, one in others.items():
             _check_countersigned(key_id, one, (founder,))
-        return Charter(orders, (founder,), others, salt)
+        return Charter(orders, founder, others, salt)
 
     def change(
         self, charter: Charter, signed: Sequence[SignedOrder], uuid: bytes, now_us: int
@@ -145,9 +137,8 @@ class Authority:
             return charter
         admitted = dict(charter.admitted)
         for key_id, (order, one) in orders.items():
-            _check_revised(order)
             if order.store != charter.store:
-                raise Refuse("order", _ELSEWHERE if charter.store == self._group else "the order is for another store")  # fmt: skip
+                raise Refuse("order", _ELSEWHERE)
             if key_id not in charter.orders:
                 _check_countersigned(key_id, one, charter.orders)
                 admitted[key_id] = one
@@ -156,7 +147,7 @@ class Authority:
         _check_fixed_fields(charter, definition)
         if definition.name != charter.definition.name:
             _check_all_sign(charter, orders, "a copy can take the name of its source")
-        return Charter({**charter.orders, **orders}, charter.roots, admitted, charter.salt)
+        return Charter({**charter.orders, **orders}, charter.founder, admitted, charter.salt)
 
     def supersede(self, charter: Charter, signed: Sequence[SignedOrder], uuid: bytes) -> Charter:
         """Return the charter of a stream whose place another one takes, as its orders say: one of them must be signed
@@ -193,27 +184,6 @@ class Authority:
             "order", "none of the orders is signed by a key of the stream and lets another log take its place"
         )  # fmt: skip
 
-    def is_join(self, charter: Charter, signed: Sequence[SignedOrder], uuid: bytes) -> bool:
-        """Return whether the orders bring a stream of this store's disk into its bucket."""
-        orders = self.read(signed, uuid)
-        return charter.store != self._group and any(order.store == self._group for order, _ in orders.values())  # fmt: skip
-
-    def join(
-        self, charter: Charter, signed: Sequence[SignedOrder], uuid: bytes, now_us: int
-    ) -> Charter:
-        """Return the charter of a stream that joins the bucket. Whoever has the bucket's key trusts it as it is."""
-        orders = self.read(signed, uuid)
-        definition = one_definition(orders)
-        for key_id, (order, one) in orders.items():
-            _check_revised(order)
-            if key_id not in charter.orders:
-                _check_countersigned(key_id, one, charter.orders)
-            _check_step(charter, order)
-            _check_fresh(order, now_us)
-        _check_fixed_fields(charter, definition)
-        _check_all_sign(charter, orders, "a stream can join a bucket")
-        return Charter(orders, tuple(dict.fromkeys([charter.roots[0], *orders])), {}, charter.salt)
-
     def end(
         self, charter: Charter, signed: Sequence[SignedOrder], uuid: bytes, now_us: int
     ) -> None:
@@ -228,16 +198,8 @@ class Authority:
         self._check_act(charter, orders, now_us)
         return next(order.store for order, _ in orders.values())
 
-    def check_asked(self, orders: _Signed, now_us: int) -> None:
-        """Return if orders, which `read` has accepted, ask this store now, and not another or long ago."""
-        for order, _ in orders.values():
-            if order.store not in self._stores:
-                raise Refuse("order", "the order is for another store")
-            _check_fresh(order, now_us)
-
     def _check_act(self, charter: Charter, orders: _Signed, now_us: int) -> None:
         for key_id, (order, _) in orders.items():
-            _check_revised(order)
             if key_id not in charter.orders:
                 raise Refuse(
                     "order",
@@ -249,10 +211,10 @@ class Authority:
     def load(self, stored: DefinitionFile, uuid: bytes) -> Charter:
         """Check the stored orders, and return their charter."""
         orders = self.read(stored.orders, uuid)
-        _check_uuid(uuid, next(iter(stored.roots), b""), stored.salt)
+        _check_uuid(uuid, stored.founder, stored.salt)
         found = self.read(stored.admitted, uuid)
         admitted: dict[bytes, SignedOrder] = {}
-        keys = dict.fromkeys(stored.roots)
+        keys = {stored.founder: None}
         while new := {k: one for k, (_, one) in found.items() if public_id(one.by) in keys}:
             for key_id, one in new.items():
                 del found[key_id]
@@ -263,7 +225,7 @@ class Authority:
             if key_id not in keys:
                 detail = f"key {key_id.hex()[:8]} is not countersigned by a key of the stream"
                 raise Refuse("order", detail)
-        charter = Charter(orders, tuple(stored.roots), admitted, stored.salt)
+        charter = Charter(orders, stored.founder, admitted, stored.salt)
         if stored.superseded:
             by = self._replacing(charter, stored.superseded, uuid)
             charter = structs.replace(charter, superseded=tuple(stored.superseded), by=by)
@@ -320,11 +282,6 @@ def _check_uuid(uuid: bytes, founder: bytes, salt: bytes) -> None:
             f"the uuid {uuid.hex()} was not made of key {founder.hex()[:8]}, under which the stream is said to be created; "
             "create the stream with a new uuid",
         )
-
-
-def _check_revised(order: Order) -> None:
-    if not order.revision:
-        raise Refuse("order", "the order has no revision; upgrade the client")
 
 
 def _check_step(charter: Charter, order: Order) -> None:

@@ -103,11 +103,7 @@ class CopiedBatch(Batch):
 
 
 class Copier(Protocol):
-    """Takes what is written to a database, for its copies elsewhere."""
-
-    @property
-    def durable(self) -> bool:
-        """Whether what it took is durable elsewhere, so writes here need no sync."""
+    """Takes what is written to a database and makes it durable elsewhere, so writes here need no sync."""
 
     def writing(self, batch: CopiedBatch) -> None:
         """Called before a batch is written here; may add rows of its own to `batch.raw`."""

@@ -1,4 +1,4 @@
-"""What `iris store check` and `iris store drop-copies` do in a bucket of the store of a data directory."""
+"""What `iris store check` does in a bucket of the store of a data directory."""
 
 from __future__ import annotations
 
@@ -9,53 +9,11 @@ from iris import keyfiles
 from iris.crypto.keys import GroupKey
 from iris.errors import ConfigError
 from relay.store.bucket.checking import Check, Report
-from relay.store.bucket.dropping import CopiesOf, Dropping
-from relay.store.bucket.history import registrations
-from relay.store.bucket.objects import Objects
-from relay.store.bucket.sealing import COPIES, JOURNALS, Sealer
+from relay.store.bucket.sealing import Sealer
 from relay.store.bucket.shelf import DIRECTORY
 from relay.store.bucket.url import open_bucket
 from relay.store.directory import DirectoryBusy, locked
 from relay.store.process import GROUP_FILE
-
-UNUSED = (
-    "bucket {}: no store has written to it; check the URL, and whether its file system is mounted"
-)
-
-
-def _opened(directory: Path, url: str, key_file: Path | None) -> tuple[Objects, Sealer]:
-    path = key_file or directory / GROUP_FILE
-    if not path.exists():
-        raise ConfigError(
-            f"bucket: {path}, the key of the stores that share the bucket, is missing; name it with --bucket-key"
-        )
-    key = keyfiles.load(path, lambda text: GroupKey.parse(text.strip()))
-    return open_bucket(url), Sealer(key, os.urandom)
-
-
-async def drop_copies(
-    directory: Path, url: str, key_file: Path | None, journal: str, *, needed: bool
-) -> tuple[list[CopiesOf], bool]:
-    """Delete the copies in the journal whose id begins like this, also `needed` ones; return it, and whether it was
-    deleted. If `journal` is empty, return all journals of copies.
-
-    Raises ConfigError if no store has written to the bucket, `journal` names no journal, or another journal has taken
-    it; the same as `check_bucket`; ObjectDamaged.
-    """
-    objects, sealer = _opened(directory, url, key_file)
-    drops = Dropping(objects, sealer)
-    await drops.read()
-    if not drops.found:
-        both = [await registrations(objects, sealer, folder=each) for each in (JOURNALS, COPIES)]
-        if not any(both):
-            raise ConfigError(UNUSED.format(url))
-    if not journal:
-        return drops.found, False
-    one = drops.named(journal)
-    if not needed and any(each.needed for each in one.streams):
-        return [one], False
-    await drops.drop(one.journal)
-    return [one], True
 
 
 async def check_bucket(directory: Path, url: str, key_file: Path | None) -> Report:
@@ -66,7 +24,13 @@ async def check_bucket(directory: Path, url: str, key_file: Path | None) -> Repo
         KeyringError: the group key is damaged.
         BucketError: the bucket does not answer.
     """
-    objects, sealer = _opened(directory, url, key_file)
+    path = key_file or directory / GROUP_FILE
+    if not path.exists():
+        raise ConfigError(
+            f"bucket: {path}, the key of the stores that share the bucket, is missing; name it with --bucket-key"
+        )
+    key = keyfiles.load(path, lambda text: GroupKey.parse(text.strip()))
+    objects, sealer = open_bucket(url), Sealer(key, os.urandom)
     one = Check(objects, sealer)
     await one.bucket()
     if one.report.damage:
@@ -74,7 +38,9 @@ async def check_bucket(directory: Path, url: str, key_file: Path | None) -> Repo
         one = Check(objects, sealer)
         await one.bucket()
     if not one.report.journals and not one.report.damage:
-        raise ConfigError(UNUSED.format(url))
+        raise ConfigError(
+            f"bucket {url}: no store has written to it; check the URL, and whether its file system is mounted"
+        )
     streams = directory / DIRECTORY
     if not streams.is_dir():
         one.report.skipped = f"{directory} has no streams of a bucket"

@@ -24,14 +24,14 @@ from iris.wire.consumers import (
     Settle,
 )
 from iris.wire.kinds import NO_KEY
-from iris.wire.orders import ANY_REVISION, END, ORDER_VERSION, SignedOrder, decode_order
+from iris.wire.orders import ANY_REVISION, END, SignedOrder, decode_order
 from iris.wire.stream_items import dead_uuid
 from relay.logs import Quiet
-from relay.store import joining, moving
+from relay.store import moving
 from relay.store.authority import Charter, is_promotion, one_definition
 from relay.store.bucket.state import bucket_state
 from relay.store.catalogue import Catalogue, encode_definition_file
-from relay.store.channels import UNSEALED, UPGRADE, Channels
+from relay.store.channels import NO_CHANNEL, UNSEALED, Channels
 from relay.store.consumer_calls import ConsumerCalls, ConsumerRefused
 from relay.store.errors import (
     ChannelRefused,
@@ -43,7 +43,6 @@ from relay.store.errors import (
     Refuse,
 )
 from relay.store.files import write_beside
-from relay.store.forcing import Forced
 from relay.store.leases import Leases
 from relay.store.line import LineFull
 from relay.store.registration import Done
@@ -56,10 +55,6 @@ log = logging.getLogger(__name__)
 
 LOST: Final = "the stream's store was lost, and its copy ended here"
 """The cause of the gap in a copy that takes the place of a lost stream."""
-NEWER: Final = (
-    "the stream has several partitions, and this client would read only one of them; upgrade the client to one of wire "
-    "minor 8 or newer"
-)
 
 
 class Calls:
@@ -85,7 +80,6 @@ class Calls:
         """The uuid of the stream that is being created, once the bucket has decided that it may be."""
         self.leases = Leases(public_id(key.public_key), self._clock)
         """Leases of clients whose workers are active or stand by."""
-        self.forced = Forced(catalogue, self._address, self._description)
         self.handlers: dict[type, Callable[[IncomingCall, Any], None]] = {
             streams.FindStore: self._on_find_store,
             streams.Knock: self._on_knock,
@@ -99,8 +93,6 @@ class Calls:
                 catalogue, incoming, self._stream(incoming), call
             ),
             streams.Take: partial(moving.take, catalogue, self._address),
-            streams.FindLost: self.forced.find,
-            streams.Force: self.forced.force,
             streams.Append: self._on_append,
             streams.Stage: self._on_stage,
             streams.Commit: self._on_commit,
@@ -137,7 +129,7 @@ class Calls:
                 self._count_unauthenticated(
                     incoming, ChannelRefused("the call was not authenticated")
                 )
-                raise Refuse("invalid", UPGRADE)
+                raise Refuse("invalid", NO_CHANNEL)
             self.handlers[type(incoming.call)](incoming, incoming.call)
         except ChannelRefused as err:
             self._count_unauthenticated(incoming, err)
@@ -182,15 +174,12 @@ class Calls:
     def _on_find_store(self, incoming: IncomingCall, call: streams.FindStore) -> None:
         shelf = self._catalogue.shelf
         group = shelf.public_key if shelf is not None and not shelf.away else b""
-        forces = self.forced.forcer is not None
         state = None if shelf is None else bucket_state(shelf, self._catalogue.streams.values())
         incoming.answer(
             streams.StoreInfo(
                 self._key.public_key,
                 self._label,
                 group,
-                forces,
-                ORDER_VERSION,
                 state,
                 *self._kept(),
             )
@@ -207,8 +196,6 @@ class Calls:
 
     def _on_knock(self, incoming: IncomingCall, call: streams.Knock) -> None:
         uuid, orders = self._addressed_log(incoming)
-        if orders and self._stream(incoming).charter.version > call.orders:
-            raise Refuse("order", NEWER)
         key = self._key_of(uuid)
         incoming.answer(
             self.channels.door(incoming, call, uuid, orders, self._clock.elapsed_us, key)
@@ -285,18 +272,14 @@ class Calls:
             raise Refuse(
                 "order", "the log with this uuid was deleted; create the stream with a new uuid"
             )
-        if uuid in self._catalogue.left:
-            raise Refuse(
-                "order", "the log with this uuid left the disk of this store; create the stream with a new uuid"
-            )  # fmt: skip
         charter = self._authority.create(orders, call.salt, self._clock.wall_us)
         self._catalogue.check_keys(definition, set(orders))
         self._catalogue.check_room(1)
         shelf = self._catalogue.shelf
         if shelf is not None and charter.store == shelf.public_key and uuid != self._may_create:
-            if shelf.joiner is None:
+            if shelf.creator is None:
                 raise Refuse("leaving", shelf.away)
-            shelf.joiner.create(uuid, partial(self._create_decided, incoming, uuid))
+            shelf.creator.create(uuid, partial(self._create_decided, incoming, uuid))
             return
         stream = self._catalogue.make(
             uuid,
@@ -337,8 +320,8 @@ class Calls:
                 "no-stream",
                 f"this store has no stream {incoming.name!r} under key {incoming.key_id.hex()[:8]}",
             )
-        if stream.displaced and not _is_of_the_past(incoming.call):
-            raise Refuse("superseded" if stream.charter.by is not None else "leaving", stream.displaced)  # fmt: skip
+        if stream.why_superseded and not _is_of_the_past(incoming.call):
+            raise Refuse("superseded", stream.why_superseded)
         incoming.gate = stream.replica
         return stream
 
@@ -348,9 +331,7 @@ class Calls:
 
     def _description(self, stream: Stream) -> streams.Described:
         named = self._key_of(stream.uuid).public_key
-        joins = self._catalogue.joins.get(stream.uuid)
-        joining = None if joins is None or stream.in_bucket else joins.done
-        return stream.described(named, self._label, self._key.public_key, joining)
+        return stream.described(named, self._label, self._key.public_key)
 
     def _order_answered(self, incoming: IncomingCall, stream: Stream, error: str) -> bool:
         """Answer the call after the relay has accepted or refused the stream's orders; return
@@ -372,12 +353,6 @@ class Calls:
                 "invalid",
                 stream.failed or "dead letters cannot be changed on their own; change their stream",
             )
-        joining.check_decided(incoming, stream)
-        if self._authority.is_join(stream.charter, call.orders, stream.uuid):
-            joining.join(
-                self._catalogue, incoming, stream, call.orders, self._put_in_force, self._order_answered
-            )  # fmt: skip
-            return
         charter = self._authority.change(
             stream.charter, call.orders, stream.uuid, self._clock.wall_us
         )
@@ -421,7 +396,7 @@ class Calls:
         old, definition = stream.definition, charter.definition
         promoted = is_promotion(old, definition)
         if definition.partitions and not old.partitions:
-            self.channels.close_all(stream.uuid)  # callers of an earlier version must not go on
+            self.channels.close_all(stream.uuid)  # who opens another one learns of the partitions
         same_paused = definition.stopped == old.stopped
         if charter.orders.keys() == stream.orders.keys() and same_paused and not promoted:
             stream.charter = charter
@@ -467,7 +442,6 @@ class Calls:
             raise Refuse(
                 "invalid", "dead letters cannot be deleted on their own; delete their stream"
             )
-        joining.check_decided(incoming, stream)
         self._authority.end(stream.charter, call.orders, stream.uuid, self._clock.wall_us)
         self._catalogue.end(stream)
         incoming.answer(streams.Settled())
@@ -530,10 +504,9 @@ class Calls:
         by = stream.charter.by
         if by is not None and charter.by is not None:
             if by.uuid != charter.by.uuid:
-                raise Refuse("superseded", stream.displaced)
+                raise Refuse("superseded", stream.why_superseded)
             self._describe(incoming, stream)  # a retry
             return
-        joining.check_decided(incoming, stream)
         self._catalogue.supersede(stream, charter, partial(self._order_answered, incoming, stream))
 
     def _on_fetch(self, incoming: IncomingCall, call: streams.Fetch) -> None:

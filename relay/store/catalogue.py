@@ -9,15 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 from msgspec import structs
 
-from iris.crypto.keys import public_id
 from iris.errors import DecodeError, IrisError
 from iris.wire import frames
 from iris.wire.frames import MAX_KEY_IDS
@@ -26,19 +25,16 @@ from iris.wire.names import plural, printable
 from iris.wire.orders import DEAD, Definition, Order, superseded_text
 from iris.wire.stream_items import dead_uuid
 from relay.logs import Quiet
-from relay.store import displacing, join_notes
 from relay.store.authority import NO_CHARTER, Authority, Charter, DefinitionFile
-from relay.store.bucket.replica import Replica, forget
-from relay.store.bucket.sealing import Forced
+from relay.store.bucket.replica import Replica
 from relay.store.bucket.shelf import Left, Shelf
 from relay.store.clock import Clock
 from relay.store.cursor import Dead
-from relay.store.ended import LEFT, MAX_ENDED, SUFFIX, Ended
+from relay.store.ended import SUFFIX, Ended
 from relay.store.errors import LogError, LogWriteFailed, Refuse
 from relay.store.files import read_small, write_beside
-from relay.store.join_notes import Note
 from relay.store.log import Log
-from relay.store.registration import Done, Registration, log_refusal
+from relay.store.registration import Done, Registration
 from relay.store.salvage import ORDERS, finish
 from relay.store.stream import Stream
 
@@ -55,15 +51,6 @@ encode_definition_file: Final = msgspec.msgpack.Encoder().encode
 _decode_definition_file: Final = msgspec.msgpack.Decoder(DefinitionFile).decode
 
 
-class Joins(Protocol):
-    """A stream that is to join the bucket."""
-
-    replicas: Mapping[bytes, Replica]
-    """Uuid of a log -> what copies it, from the switch to the decision."""
-    done: int
-    """Bytes that were given to the bucket."""
-
-
 class Catalogue:
     """The streams of one directory."""
 
@@ -77,16 +64,11 @@ class Catalogue:
         self.grown: Callable[[Stream], None] = lambda stream: None
         """Called when readers of a stream in a bucket may be shown more."""
         self.ended = Ended(directory)
-        self.left = Ended(directory, MAX_ENDED, LEFT)
         self.streams: dict[bytes, Stream] = {}
         self.by_address: dict[tuple[str, bytes], Stream] = {}
         """(name or uuid, key id) -> stream."""
         self.moved: dict[tuple[str, bytes], None] = {}
         """Addresses of streams that another store of the bucket has taken over: a call may still be on its way here."""
-        self.joins: dict[bytes, Joins] = {}
-        """Streams that are to join the bucket."""
-        self.undecided: dict[bytes, Note] = {}
-        """Streams of which only the bucket knows whether they have joined. They are not served until it was asked."""
         self._quiet = Quiet()
         self.version = 0
         """Changes whenever the set of streams or what they record changes."""
@@ -97,69 +79,13 @@ class Catalogue:
     def load(self) -> None:
         """Open every stream of the directory. One that cannot be opened is quarantined and logged."""
         self.ended.load()
-        self.left.load()
         finish(self.directory)
         for ended in self.ended.uuids:
             for uuid in (ended, dead_uuid(ended)):
                 self._destroy(str(self.directory / uuid.hex()))
-        self._find_joined()
-        held_back = {one for uuid in self.undecided for one in (uuid, dead_uuid(uuid))}
         for path in sorted(self.directory.iterdir()):
             if _UUID.fullmatch(path.name) and path.is_dir():
-                uuid = bytes.fromhex(path.name)
-                if uuid not in held_back:
-                    self._load(path, uuid)
-
-    def _find_joined(self) -> None:
-        """Move the logs of streams that have joined the bucket to the others there, and note those that may have.
-
-        Raises ConfigError, OSError.
-        """
-        for uuid, note in join_notes.find(self.directory).items():
-            if self.shelf is not None and note.joined:
-                self.shelf.make_directory()
-                join_notes.move_logs(uuid, self.directory, self.shelf.directory)
-                self.end_copies(uuid)
-                continue
-            self.undecided[uuid] = note
-            reason = "the store has no bucket now"
-            if self.shelf is not None:
-                self.shelf.undecided[uuid] = note.token
-                self.shelf.copies.of(uuid)  # it stays until it is known whether it still counts
-                reason = "the store ended before that was known"
-            fields = {"path": str(self.directory / uuid.hex()), "reason": reason}
-            log.warning("store.join_undecided", extra={"fields": fields})
-
-    def drop_joined(self, uuid: bytes) -> None:
-        """Delete the logs of a stream that has joined the bucket, which has all of it."""
-        self.undecided.pop(uuid, None)
-        self.end_copies(uuid)
-        for one in (dead_uuid(uuid), uuid):
-            self._destroy(str(self.directory / one.hex()))
-
-    def open_stayed(self, uuid: bytes) -> list[Stream]:
-        """Open a stream that did not join the bucket, and its dead letters. One that cannot be opened is logged."""
-        note = self.undecided.pop(uuid)
-        path = str(self.directory / uuid.hex())
-        try:
-            with Log.open(path) as opened:
-                if opened.definition != note.before:
-                    opened.define(note.before)
-            join_notes.remove(path)
-        except LogError as err:  # the next start asks again
-            log.error(
-                "store.stream_quarantined", extra={"fields": {"path": path, "error": str(err)}}
-            )
-            return []
-        there = [one for one in (uuid, dead_uuid(uuid)) if (self.directory / one.hex()).is_dir()]
-        for one in there:
-            self._load(self.directory / one.hex(), one)
-        added = [self.streams[one] for one in there]
-        for stream in added:
-            self.copy(stream)  # before anything is written
-            if stream.bucket_copy is None and not stream.dead:
-                self.end_copies(uuid)
-        return added
+                self._load(path, bytes.fromhex(path.name))
 
     def make(
         self,
@@ -170,7 +96,7 @@ class Catalogue:
     ) -> Stream:
         """Create a stream on disk, and with `replica` in the bucket. Raises LogError."""
         directory = self.directory
-        if replica is not None and not replica.joining and self.shelf is not None:
+        if replica is not None and self.shelf is not None:
             directory = self.shelf.directory
         path = str(directory / uuid.hex())
         write_beside(path + ORDERS, stored)
@@ -180,33 +106,6 @@ class Catalogue:
             stream.replicate(replica, self.grown)
             made.copy_all()
         return stream
-
-    def copy(self, stream: Stream) -> None:
-        """Copy a stream of the disk, and its dead letters, to the bucket or not, as its definition says."""
-        if stream.replica is not None or stream.dead:
-            return
-        shelf = self.shelf if stream.definition.copy and stream.orders else None
-        for one in (stream, self.streams.get(dead_uuid(stream.uuid))):
-            if one is None or (shelf is not None and one.bucket_copy is not None):
-                continue
-            if shelf is not None:
-                one.follow(shelf.copies.of(one.uuid))
-                continue
-            if one.bucket_copy is not None and self.shelf is not None:
-                self.shelf.copies.end(one.uuid)
-            one.follow(None)
-            try:
-                if one.log is not None:
-                    forget(one.log.database)  # what is written now is in no copy
-            except LogError as err:
-                fields = {"error": str(err), "behind_bytes": 0}
-                log.warning("store.copies_late", extra={"fields": fields})
-
-    def end_copies(self, uuid: bytes) -> None:
-        """End the copies of a stream, and of its dead letters, that is not on the disk any more."""
-        if self.shelf is not None:
-            for one in (uuid, dead_uuid(uuid)):
-                self.shelf.copies.end(one)
 
     def replica_for(self, charter: Charter) -> Replica | None:
         """Return the copier of a new stream; None if its orders name this store alone.
@@ -251,7 +150,6 @@ class Catalogue:
                 log.error(
                     "store.stream_refused", extra={"fields": {"path": str(path), "error": str(err)}}
                 )
-        stream.displaced = stream.displaced or displacing.read(str(path))
         self.streams[uuid] = stream
 
     def load_charter(self, stream: Stream, data: bytes) -> None:
@@ -262,7 +160,7 @@ class Catalogue:
             stream.charter = self.authority.load(stored, stream.uuid)
             stream.redefine()
             if stream.charter.by is not None:
-                stream.displaced = _superseded_text(stream.uuid, stream.charter.by)
+                stream.why_superseded = _superseded_text(stream.uuid, stream.charter.by)
 
     def serve(self, stream: Stream, then: Done) -> None:
         dead = self.streams.get(dead_uuid(stream.uuid))
@@ -307,10 +205,7 @@ class Catalogue:
         dead_stream = self.streams.get(uuid)
         if dead_stream is None:
             replica = None
-            joins = self.joins.get(stream.uuid)
-            if stream.joining and joins is not None:
-                replica = joins.replicas[uuid]
-            elif stream.replica is not None and self.shelf is not None:
+            if stream.replica is not None and self.shelf is not None:
                 replica = self.shelf.replica_beside(uuid, stream.replica)
             stored = encode_definition_file(DefinitionFile(parent=stream.uuid))
             dead_stream = self.make(uuid, stored, replica=replica)
@@ -320,40 +215,6 @@ class Catalogue:
         if not dead_stream.dead:
             raise LogWriteFailed(dead_stream.path, "the log with this uuid is not for dead letters")
         return dead_stream
-
-    def check_forced(self, definition: Definition, key_ids: Collection[bytes], uuid: bytes) -> None:
-        """Return if a stream that is made of a copy can be served. Raises Refuse."""
-        self.check_arrival(definition.name, key_ids, 2)
-        self.check_keys(definition, set(key_ids))
-        dead = self.streams.get(dead_uuid(uuid))
-        if uuid in self.streams or uuid in self.ended or any(uuid == dead_uuid(u) for u in self.streams) or (dead is not None and not dead.dead):  # fmt: skip
-            raise Refuse("order", "the store has, or had, another log with this uuid; repeat the order with a new uuid")  # fmt: skip
-
-    def bring(self, uuid: bytes) -> Stream:
-        """Open a log that was made of a copy, and its dead letters. One that cannot be opened is quarantined."""
-        for one in (dead_uuid(uuid), uuid):
-            path = self.directory / one.hex()
-            if path.is_dir() and one not in self.streams:
-                self._load(path, one)
-        self.add_addresses(self.streams[uuid])
-        return self.streams[uuid]
-
-    def displace(self, entry: Forced) -> None:
-        """Serve a stream of the disk no more, if we have it: another one has taken its place. Its log is kept.
-
-        Idempotent. Raises LogWriteFailed.
-        """
-        if entry.lost in self.undecided:
-            displacing.write(str(self.directory / entry.lost.hex()), entry)
-        stream = self.streams.get(entry.lost)
-        if stream is None or stream.dead or stream.replica is not None or stream.displaced:
-            return
-        stream.commit(self.clock.wall_us)
-        self._keep_only(stream, displacing.write(stream.path, entry), "leaving")
-        fields = {"stream": stream.name, "uuid": stream.uuid.hex(), "by": entry.made.hex(), "store": public_id(entry.store).hex(), "host": entry.label}  # fmt: skip
-        log.error("store.stream_displaced", extra={"fields": fields})
-        if self.registration.session is not None:
-            self.serve(stream, log_refusal(stream.name))
 
     def supersede(self, stream: Stream, charter: Charter, then: Done) -> None:
         """Serve a stream by its uuid alone from now on: that of `charter.by` has taken its place. Raises LogError."""
@@ -365,23 +226,19 @@ class Catalogue:
         stream.log.define(stored)
         write_beside(stream.path + ORDERS, stored)
         stream.charter = charter
-        self._keep_only(stream, _superseded_text(stream.uuid, by), "superseded")
-        fields = {"stream": stream.name, "uuid": stream.uuid.hex(), "by": by.uuid.hex()}
-        log.warning("store.stream_superseded", extra={"fields": fields})
-        self.serve(stream, then)
-
-    def _keep_only(self, stream: Stream, text: str, code: str) -> None:
-        """Take a stream's name away from it, and refuse those who wait for it. `serve` it after that."""
         self._note_moved(stream)
         self.leave(stream)
         self.remove_addresses(stream)
-        stream.displaced = text
+        stream.why_superseded = _superseded_text(stream.uuid, by)
         for one in (stream, self.streams.get(dead_uuid(stream.uuid))):
             if one is not None:
-                one.refuse_waiting(text, code)
+                one.refuse_waiting(stream.why_superseded, "superseded")
                 if one.consumer_calls is not None:
                     one.consumer_calls.clear_lines()
         self.add_addresses(stream)
+        fields = {"stream": stream.name, "uuid": stream.uuid.hex(), "by": by.uuid.hex()}
+        log.warning("store.stream_superseded", extra={"fields": fields})
+        self.serve(stream, then)
 
     def check_keys(self, definition: Definition, key_ids: set[bytes]) -> None:
         """Raise Refuse if this stream, with all others of the same filter, has more keys than a
@@ -419,11 +276,10 @@ class Catalogue:
     def add_addresses(self, stream: Stream) -> None:
         if stream.dead:
             return
-        self.copy(stream)
         stream.write_dead_letters = partial(self._write_dead_letters, stream)
         self.version += 1
         for key_id in stream.orders:
-            self._address(stream, key_id, displaced=bool(stream.displaced))
+            self._address(stream, key_id)
         dead = self.streams.get(dead_uuid(stream.uuid))
         if dead is not None:
             dead.charter = stream.charter
@@ -441,14 +297,14 @@ class Catalogue:
                 partitions=(),
             )
             dead.define(limits)
-            dead.displaced = stream.displaced
+            dead.why_superseded = stream.why_superseded
             for key_id in stream.orders:
-                self._address(dead, key_id, displaced=bool(stream.displaced))
+                self._address(dead, key_id)
 
-    def _address(self, stream: Stream, key_id: bytes, *, displaced: bool) -> None:
+    def _address(self, stream: Stream, key_id: bytes) -> None:
         self.by_address[stream.uuid.hex(), key_id] = stream
         # A partition is found by its uuid alone, and so is a stream whose name another one has.
-        if not displaced and not stream.definition.parent:
+        if not stream.why_superseded and not stream.definition.parent:
             self.by_address[stream.name, key_id] = stream
 
     def remove_addresses(self, stream: Stream) -> None:
@@ -468,8 +324,6 @@ class Catalogue:
             if os.path.isdir(path):
                 Log.destroy(path)
             Path(path + ORDERS).unlink(missing_ok=True)
-            displacing.remove(path)
-            join_notes.remove(path)
         except (OSError, LogError) as err:
             log.warning("store.files_left", extra={"fields": {"path": path, "error": str(err)}})
 
@@ -540,8 +394,6 @@ class Catalogue:
                 removed.end(reason)
                 if removed.replica is not None and self.shelf is not None:
                     self.shelf.forget(removed.replica)
-                if removed.bucket_copy is not None and self.shelf is not None:
-                    self.shelf.copies.end(uuid)
                 self._destroy(removed.path)
 
 
@@ -552,4 +404,4 @@ def _superseded_text(uuid: bytes, by: Order) -> str:
 
 def is_stream(name: str) -> bool:
     """Return whether an entry of the directory of streams is a stream or a remnant of one."""
-    return bool(_UUID.fullmatch(name.partition(".")[0])) and not name.endswith((SUFFIX, LEFT))
+    return bool(_UUID.fullmatch(name.partition(".")[0])) and not name.endswith(SUFFIX)

@@ -24,9 +24,7 @@ from iris.wire.streams import (
     NO_LOG,
     Create,
     Door,
-    FindLost,
     FindStore,
-    Force,
     Knock,
     Open,
     Opened,
@@ -45,9 +43,9 @@ MAX_SPENT: Final = 16_384
 One more closes all doors, and callers that were opening a channel knock again.
 """
 DOOR_US: Final = 30_000_000
-UNSEALED: Final = (FindStore, Create, Take, FindLost, Force, Knock, Open)
+UNSEALED: Final = (FindStore, Create, Take, Knock, Open)
 """Calls that need no channel: they reveal no secret, or are signed one by one."""
-UPGRADE: Final = "this store requires authenticated calls; upgrade the client"
+NO_CHANNEL: Final = "this store requires authenticated calls; open a channel first"
 
 
 class Channels:

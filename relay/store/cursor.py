@@ -126,7 +126,7 @@ class State(Struct, frozen=True, array_like=True):
     dead: list[Dead]
     counts: Counts
     saved_us: int = 0
-    """When the state was saved, on the clock of the due times; 0 in cursors of older stores."""
+    """When the state was saved, on the clock of the due times."""
     paused: bool = False
     former: list[Settings] = []
     """Settings that were replaced, oldest first. Workers that state them are still served."""

@@ -27,14 +27,12 @@ from relay.store.directory import DirectoryBusy
 from relay.store.figures import report
 from relay.store.process import BucketSettings, StoreProcess
 from relay.store.session import StoreSession
-from relay.store.store import Store
 from relay.supervisor import UNREAD
 
 log = logging.getLogger(__name__)
 
 RETRY_OPEN_S: Final = 2.0
 """Pause between two attempts to open a directory or key that cannot be used. The same process tries again."""
-COPIES_S: Final = 2.0
 RETRY_BUSY_S: Final = 0.5
 """The same pause for a directory that another store uses: that store may be about to exit."""
 
@@ -67,8 +65,6 @@ async def serve(
     notify.ready(environ)
     pinging = loop.create_task(watchdog.keep_alive(environ), name="iris-watchdog")
     helpers = [pinging]
-    if supervised and bucket is not None:
-        helpers.append(loop.create_task(_report_copies(process.store), name="iris-store-copies"))
     if figures:
         helpers.append(loop.create_task(report(process.store), name="iris-store-figures"))
     try:
@@ -119,24 +115,9 @@ def report_to_relay(why: str, *, final: bool) -> None:
 
     `final`: the error will not pass by itself.
     """
-    _write({"cannot": why, "final": final})
-
-
-async def _report_copies(store: Store) -> None:
-    """Report to the relay that started us, every `COPIES_S`, how far the copies in the bucket are behind."""
-    while True:
-        if store.streams and (shelf := store.catalogue.shelf) is not None:
-            lag = shelf.copies.lag()
-            _write(
-                {"copies": {"bytes": lag.bytes, "s": lag.us / 1e6, "streams": shelf.copies.behind}}
-            )
-        await asyncio.sleep(COPIES_S)
-
-
-def _write(said: dict[str, object]) -> None:
-    """Write a line to the relay that started us. It is shorter than the buffer of a pipe, so it is written whole."""
+    said = sound_json(json.dumps({"cannot": why, "final": final}, separators=(",", ":")))
     with contextlib.suppress(OSError):  # the relay is gone, and so are we in a moment
-        os.write(1, sound_json(json.dumps(said, separators=(",", ":"))).encode() + b"\n")
+        os.write(1, said.encode() + b"\n")
 
 
 def _read_stdin(

@@ -145,7 +145,7 @@ class Database:
         self._mark_fd = -1
         self._uuid = bytes(16)
         self.copier: Copier | None = None
-        """Takes every write."""
+        """Takes every write, and makes it durable."""
         self.failed: str | None = None
         """Why a write failed; None if none did.
 
@@ -231,16 +231,6 @@ class Database:
         os.fsync(self._mark_fd)
         sync_directory(self.path)
 
-    def rename(self, uuid: bytes, next_offset: int) -> None:
-        """Give the database another uuid. A crash may leave it without a mark, so that it cannot be opened.
-
-        Raises OSError.
-        """
-        os.close(self._mark_fd)
-        self._mark_fd = -1
-        os.unlink(os.path.join(self.path, MARK_NAME))
-        self.make_mark(uuid, next_offset)
-
     def write(self, batch: Batch, next_offset: int, *, sync: bool) -> None:
         """Write `batch`. With `sync`, return when this and all earlier writes are on disk and the mark is
         updated.
@@ -253,7 +243,7 @@ class Database:
         copied = batch if isinstance(batch, CopiedBatch) and self.copier is not None else None
         if copied is not None and self.copier is not None:
             self.copier.writing(copied)
-            sync = sync and not self.copier.durable
+            sync = False
         try:
             self._meta.write(batch.raw, self._synced if sync else self._unsynced)
             if sync:

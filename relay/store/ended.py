@@ -1,5 +1,5 @@
-"""Marks of logs that are not on the disk any more: an empty file for each, so that nobody can recreate
-such a log, empty, by replaying its first order. An order that creates a log of a disk is valid once.
+"""Marks of deleted logs: an empty file for each, so that nobody can recreate such a log, empty, by
+replaying its first order. An order that creates a log of a disk is valid once.
 
 A log of a bucket needs none: the bucket has an object for each that was created. A mark is needed
 while the first order is fresh. Marks are kept longer, up to a limit.
@@ -18,15 +18,12 @@ MAX_ENDED: Final = 16_384
 NEEDED_US: Final = 2 * ORDER_FRESH_US
 """Orders are fresh for half of this time; the rest is a margin for clocks that are set."""
 SUFFIX: Final = ".ended"
-LEFT: Final = ".left"
-"""Suffix of the marks of logs that an order brought into a bucket, from where they may leave this store."""
 
 
 class Ended:
     """The marks in one directory. Call `load` first."""
 
-    def __init__(self, directory: Path, most: int = MAX_ENDED, suffix: str = SUFFIX) -> None:
-        self._suffix = suffix
+    def __init__(self, directory: Path, most: int = MAX_ENDED) -> None:
         self._directory = directory
         self._most = most
         self._marks: dict[bytes, int] = {}
@@ -43,7 +40,7 @@ class Ended:
     def load(self) -> None:
         """Read the marks. Raises OSError."""
         found = []
-        for path in self._directory.glob(f"*{self._suffix}"):
+        for path in self._directory.glob(f"*{SUFFIX}"):
             if len(path.stem) == 32 and not set(path.stem) - set("0123456789abcdef"):
                 found.append((path.stat().st_mtime_ns // 1000, bytes.fromhex(path.stem)))
         self._marks = {uuid: ended_us for ended_us, uuid in sorted(found)}
@@ -66,7 +63,7 @@ class Ended:
             if now_us - ended_us < NEEDED_US:
                 raise Refuse(
                     "full",
-                    f"{self._most} streams left the disk within {NEEDED_US // 60_000_000} minutes, which is the limit; repeat this later",
+                    f"{self._most} streams were deleted within {NEEDED_US // 60_000_000} minutes, which is the limit; repeat this later",
                 )
             try:
                 self._path(oldest).unlink(missing_ok=True)
@@ -75,4 +72,4 @@ class Ended:
             del self._marks[oldest]
 
     def _path(self, uuid: bytes) -> Path:
-        return self._directory / (uuid.hex() + self._suffix)
+        return self._directory / (uuid.hex() + SUFFIX)

@@ -84,11 +84,6 @@ class BucketRow(Struct, array_like=True):
     up: bool
     backlog: int
     backlog_limit: int
-    copies_bytes: int = 0
-    """Bytes of `disk` streams that their copies do not have."""
-    copies_s: float = 0.0
-    copies_behind: int = 0
-    """Streams that will be copied once more."""
     local: int = 0
     """Bytes of records of streams in the bucket that are on this disk; `moved` are in segment objects alone."""
     moved: int = 0
@@ -125,7 +120,7 @@ def _of(store: Store, stream: Stream) -> tuple[StreamRow, list[ConsumerRow]]:
     name = (stream.name or stream.uuid.hex())[:MAX_NAME]
     row = StreamRow(name, lost=stream.recorder.lost)
     log = stream.log
-    row.failed = int(bool(stream.displaced or stream.failed or log is None or log.failed))
+    row.failed = int(bool(stream.why_superseded or stream.failed or log is None or log.failed))
     if log is not None:
         row.messages, row.bytes, row.oldest, row.next = (
             log.messages,
@@ -158,14 +153,12 @@ def _bucket(store: Store) -> BucketRow | None:
     shelf = store.catalogue.shelf
     if shelf is None:
         return None
-    waits, lag = backlog(shelf, store.streams.values()), shelf.copies.lag()
+    waits = backlog(shelf, store.streams.values())
     logs = [stream.log for stream in store.in_bucket() if stream.log is not None]
     local = sum(each.local_bytes for each in logs)
     moved = sum(each.size_bytes for each in logs) - local
     reads, hits = (0, 0) if shelf.reader is None else (shelf.reader.reads, shelf.reader.hits)
-    return BucketRow(
-        not waits.away, waits.bytes, waits.limit, lag.bytes, lag.us / 1e6, shelf.copies.behind, local, moved, reads, hits
-    )  # fmt: skip
+    return BucketRow(not waits.away, waits.bytes, waits.limit, local, moved, reads, hits)
 
 
 def encode(found: Figures) -> bytes:

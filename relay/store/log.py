@@ -7,11 +7,10 @@ they could be stored) and holes (records that were removed). `read` follows this
 skips a missing entry, because RocksDB's iterator simply ends at a damaged block.
 
 Rows outside the records, by prefix: `i` identity, `o` oldest, `n` next, `s` segment summaries, `x`
-their outlines, `j` and `r` of a log that is copied to a bucket (`bucket.replica`), `g` and `y` of
+their outlines, `j` and `r` of a log in a bucket (`bucket.replica`), `g` and `y` of
 records that were moved there (`moved`), `z` shown end, `p` producers, `k` key hash -> its last record, `d` due time
 and offset of deferred records, `c` cursors, `t` staged entries, `u` the size and time of each, `w`
-writers' last batches, `v` what they commit in several partitions, `f` the offset of the gap of a log
-that was made of a copy.
+writers' last batches, `v` what they commit in several partitions.
 Rows `k` and `d` are written and deleted in the same batch as their record, so there are never more
 of them than records.
 
@@ -71,7 +70,6 @@ from relay.store.retention import Retention
 from relay.store.segments import Limits
 from relay.store.staging import Staging
 
-TORN_ROW: Final = b"f"
 LIMIT_ROW: Final = b"z"
 COPY_BYTES: Final = 1 << 20
 
@@ -131,8 +129,7 @@ class Log:
 
         Raises LogDamaged, struct.error or ValueError if a row is malformed.
         """
-        torn = self._database.get(TORN_ROW)
-        self._producers = Producers(self._database.rows(b"p"), KEY.unpack(torn)[0] if torn else 0)
+        self._producers = Producers(self._database.rows(b"p"))
         self.cursors = Cursors(self._chain)
         self.staging = Staging(self._chain, self.cursors)
         """Entries that are written in advance, and are committed a batch at a time."""
@@ -209,10 +206,9 @@ class Log:
                 raise LogBusy(path, "it is open in another process, or twice in this one") from err
         shutil.rmtree(path)
 
-    def copy_to(self, copier: Copier | None, tail: Tail | None = None) -> None:
-        """Give every further write to `copier`. If that makes it durable, the disk is no longer synced.
-
-        `tail` says how much of it is durable.
+    def copy_to(self, copier: Copier, tail: Tail) -> None:
+        """Give every further write to `copier`, which makes it durable: the disk is no longer synced. `tail` says how
+        much of it is durable.
         """
         self._database.copier = copier
         self._tail = tail
@@ -232,13 +228,11 @@ class Log:
             start = ops[-1].key + b"\0"
             yield ops
 
-    def note_copied(self, row: bytes, *, sync: bool = False) -> None:
-        """Note in row `j` up to where its copy has everything that was written. With `sync`, return when that and all
-        earlier writes are on disk. Raises LogWriteFailed.
-        """
+    def note_copied(self, row: bytes) -> None:
+        """Note in row `j` up to where its copy has everything that was written. Raises LogWriteFailed."""
         batch = Batch(self._database.records_handle)
         batch.put(PLACE_ROW, row)
-        self._database.write(batch, self.next, sync=sync)
+        self._database.write(batch, self.next, sync=False)
 
     def copy_all(self) -> None:
         """Give the copier what a new, empty log has. Raises LogError."""
@@ -385,18 +379,6 @@ class Log:
                 f"items: they end at offset {draft.next}; they must end at {end}, below {MAX_OFFSET}"
             )
         self._chain.finish(draft)
-
-    def tear(self, cause: str, now_us: int) -> None:
-        """Append a gap of unknown count, for entries that this log, made of a copy, does not have.
-
-        Producers may leave out numbers there. Raises LogWriteFailed.
-        """
-        draft = self._chain.draft(self.cursors.listed_us)
-        torn = draft.next
-        draft.add_item(Gap(torn, None, cause, now_us), now_us)
-        draft.batch.put(TORN_ROW, KEY.pack(torn))
-        self._chain.finish(draft)
-        self._producers.torn = torn
 
     def limit_to(self, limit: int | None, cut: Sequence[int] = ()) -> None:
         """Show the log up to this offset; None: all of it. With a sync. Raises ValueError, LogWriteFailed."""

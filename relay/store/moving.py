@@ -6,7 +6,6 @@ from iris.wire import streams
 from relay.store.bucket.shelf import Leaving
 from relay.store.catalogue import Catalogue
 from relay.store.errors import Refuse
-from relay.store.joining import check_decided
 from relay.store.session import HeldAnswer, IncomingCall
 from relay.store.stream import Stream
 
@@ -16,7 +15,6 @@ def move(catalogue: Catalogue, incoming: IncomingCall, stream: Stream, call: str
     shelf = catalogue.shelf
     if stream.dead:
         raise Refuse("invalid", "dead letters cannot be moved on their own; move their stream")
-    check_decided(incoming, stream)
     if shelf is None or shelf.mover is None or stream.replica is None:
         raise Refuse(
             "invalid",

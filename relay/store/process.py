@@ -14,7 +14,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -23,24 +23,18 @@ from msgspec import Struct
 from iris import keyfiles
 from iris.config import ClientConfig
 from iris.core.backoff import Backoff
-from iris.crypto.keyring import Keyring
 from iris.crypto.keys import GroupKey
 from iris.errors import ConfigError, IrisError, RelayUnavailable
 from iris.program import host_name
 from iris.transport import Pump
 from iris.wire.codec import MAX_MESSAGE_LIMIT, ReceiveBuffer
 from iris.wire.frames import Bye, Ping
-from iris.wire.names import plural
-from iris.wire.orders import Definition
-from iris.wire.stream_items import dead_uuid
-from relay.store.bucket.copying import Copying
-from relay.store.bucket.forcing import Forcing, Left
 from relay.store.bucket.keeper import CHECKPOINT_BYTES, STATE_FILE, Keeper
 from relay.store.bucket.lookout import FAILOVER_S
 from relay.store.bucket.objects import Objects
 from relay.store.bucket.reading import SegmentReader
 from relay.store.bucket.replica import Replica
-from relay.store.bucket.sealing import Forced, Sealer
+from relay.store.bucket.sealing import Sealer
 from relay.store.bucket.shelf import DIRECTORY, Shelf
 from relay.store.bucket.tiers import Tiers
 from relay.store.bucket.url import is_directory, open_bucket
@@ -110,8 +104,6 @@ class StoreProcess:
         self._entropy = entropy
         self._bucket = bucket
         self._keeper: Keeper | None = None
-        self._copying: Copying | None = None
-        self._forcing: Forcing | None = None
         self._objects: Objects
         self._reader: SegmentReader | None = None
         self._loop = asyncio.get_running_loop()
@@ -196,29 +188,6 @@ class StoreProcess:
             failover_s=self._bucket.failover_s, pause_us=self._bucket.pause_us, entropy=self._entropy,
         )  # fmt: skip
 
-    def _copy(self, store: Store, keeper: Keeper | None) -> Copying | None:
-        """Return what copies streams of the disk to the bucket; None without a bucket."""
-        shelf = store.catalogue.shelf
-        if shelf is None or self._bucket is None:
-            return None
-        return Copying(
-            shelf.copies, self._objects, shelf.key, store.key.public_key, self._label, shelf.directory, now_us=_monotonic_us,
-            wall_us=lambda: time.time_ns() // 1000, checkpoint_bytes=self._bucket.checkpoint_bytes,
-            ended=lambda: [each for uuid in store.catalogue.ended.uuids for each in (uuid, dead_uuid(uuid))],
-            verify=None if keeper is None else keeper.verify, entropy=self._entropy,
-        )  # fmt: skip
-
-    def _force(self, store: Store, keeper: Keeper | None) -> Forcing | None:
-        """Return what makes streams of copies; None without a bucket."""
-        shelf = store.catalogue.shelf
-        if shelf is None or keeper is None:
-            return None
-        forcing = store.calls.forced.forcer = Forcing(
-            self._objects, shelf.key, store.key.public_key, self._label, self.directory, store.catalogue.directory, self,
-            wait_s=keeper.wait_s, wall_us=lambda: time.time_ns() // 1000, verify=keeper.verify, entropy=self._entropy,
-        )  # fmt: skip
-        return forcing
-
     def _keep_limit(self, store: Store) -> Tiers | None:
         """Return what keeps the streams of a bucket within the limit of the disk; None without a bucket."""
         shelf = store.catalogue.shelf
@@ -257,25 +226,6 @@ class StoreProcess:
         """Return the addresses of the stores that our relay knows."""
         return self.store.presence.addresses(self.store.clock.elapsed_us)
 
-    def check_forced(self, definition: Definition, key_ids: Collection[bytes], uuid: bytes) -> None:
-        """Return if a stream that is made of a copy can be served. Raises Refuse."""
-        self.store.catalogue.check_forced(definition, key_ids, uuid)
-
-    def has(self, uuid: bytes) -> bool:
-        """Return whether this store serves a log."""
-        return uuid in self.store.streams
-
-    def bring(self, uuid: bytes, then: Callable[[str], None]) -> None:
-        """Serve a log that was made of a copy."""
-        self._now()
-        self.store.bring(uuid, then)
-        self._flush()
-
-    def displace(self, entry: Forced) -> None:
-        """Serve a log of ours no more, because another one has taken its place. Raises LogWriteFailed."""
-        self.store.catalogue.displace(entry)
-        self._flush()
-
     def flush(self) -> None:
         """Write answers to the relay."""
         self._flush()
@@ -284,13 +234,9 @@ class StoreProcess:
         """Serve the relay, and reconnect whenever the connection is lost. Runs until cancelled."""
         ticking = self._loop.create_task(self._tick(), name="iris-store-tick")
         self._keeper = self._keep(self.store)
-        self._copying = self._copy(self.store, self._keeper)
-        self._forcing = self._force(self.store, self._keeper)
-        if self._forcing is not None:
-            await self._forcing.first_check()
         keeping = [
             self._loop.create_task(each.run(), name="iris-store-bucket")
-            for each in (self._keeper, self._copying, self._forcing, self._keep_limit(self.store))
+            for each in (self._keeper, self._keep_limit(self.store))
             if each is not None
         ]
         backoff = Backoff(RETRY_MIN_S, RETRY_MAX_S, random.random)
@@ -308,8 +254,6 @@ class StoreProcess:
                 self.store.attached(pump.session, first=first)
                 if self._keeper is not None:
                     self._keeper.check()
-                if self._forcing is not None:
-                    self._forcing.check()
                 first = False
                 # Its answer comes after all other answers. It also shows a relay that has just
                 # started that we have attached.
@@ -337,13 +281,6 @@ class StoreProcess:
         self.store.commit()
         if self._keeper is not None and not await self._keeper.drain(DRAIN_S):
             log.warning("store.bucket_behind", extra={"fields": {"bucket": self._keeper.url}})
-        if self._copying is not None and not await self._copying.drain(DRAIN_S):
-            lag = self.store.lag_of_copies
-            fields = {
-                "bucket": self._bucket.url if self._bucket else "",
-                "bytes": lag.bytes if lag else 0,
-            }
-            log.warning("store.copies_behind", extra={"fields": fields})
         if self._unread and self.store.registration.session is None:
             self._save_complete(unread=True)
         try:
@@ -485,18 +422,8 @@ class StoreProcess:
                 log.warning("store.no_word_left", extra={"fields": {"error": str(err)}})
 
 
-class Restored(Struct, frozen=True):
-    """What a restore has brought to a directory."""
-
-    streams: int
-    """Logs that were in the bucket."""
-    copies: list[str]
-    """Names of streams on disks that were restored from their copies."""
-    left: list[Left]
-
-
-async def restore(directory: Path, bucket: BucketSettings, keyring: Keyring) -> Restored:
-    """Bring all streams of a bucket to an empty data directory; restore from copies those of which `keyring` has a key.
+async def restore(directory: Path, bucket: BucketSettings) -> int:
+    """Bring all streams of a bucket to an empty data directory; return how many logs that are.
 
     Raises:
         ConfigError: the directory has a store already, or the bucket cannot be used.
@@ -521,19 +448,9 @@ async def restore(directory: Path, bucket: BucketSettings, keyring: Keyring) -> 
     process = StoreProcess(directory, connect, bucket=bucket)
     process.open()
     try:
-        store = process.store
-        keeper = process._keep(store)
-        forcing = process._force(store, keeper)
+        keeper = process._keep(process.store)
         assert keeper is not None
-        assert forcing is not None
-        count = await keeper.restore()
-        try:
-            return Restored(count, *await forcing.restore(keyring))
-        except IrisError as err:
-            raise ConfigError(
-                f"{plural(count, 'stream')} of the bucket were restored, but not the streams with copies there: {err}; start this "
-                "store, and restore them with `iris stream move --force`"
-            ) from err
+        return await keeper.restore()
     finally:
         await process.close()
 

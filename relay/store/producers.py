@@ -6,10 +6,6 @@ the entries, so both are on disk or neither is. The table is bounded: when it is
 that was idle longest is forgotten. If that producer returns, it gets `OutOfOrder(0)` and must start
 a new epoch; it has to read the log to find out whether its unanswered appends were stored.
 Forgetting a producer never stores anything twice.
-
-A log that was made of a copy lacks the last entries, and so do these rows (`Log.tear`). A producer whose entries stop
-before the gap may go on, once, with the first number whose outcome it does not know. The numbers in between were
-acknowledged and are lost.
 """
 
 from __future__ import annotations
@@ -48,13 +44,6 @@ class _State:
         first, count = _OFFSETS.unpack_from(self.recent, at)
         return Duplicate(first, first + count)
 
-    def stops_before(self, offset: int) -> bool:
-        """Return whether the last entry is known, and is below `offset`."""
-        if not offset or not self.recent:
-            return False
-        first, count = _OFFSETS.unpack_from(self.recent, len(self.recent) - _OFFSETS.size)
-        return bool(first + count <= offset)
-
 
 def check_producer(producer: bytes, row: bytes) -> None:
     """Raise ValueError unless this is a row of `Producers.changes`."""
@@ -70,12 +59,8 @@ def check_producer(producer: bytes, row: bytes) -> None:
 class Producers:
     """The producers of a log. `judge` and `take` include the current batch, which `commit` or `forget` ends."""
 
-    def __init__(self, rows: Iterable[tuple[bytes, bytes]], torn: int = 0) -> None:
-        """Load the rows of `changes`. `torn`: offset of the gap of a log that was made of a copy.
-
-        Raises struct.error if a row is malformed.
-        """
-        self.torn = torn
+    def __init__(self, rows: Iterable[tuple[bytes, bytes]]) -> None:
+        """Load the rows of `changes`. Raises struct.error if a row is malformed."""
         states = []
         for producer, row in rows:
             epoch, last, used_us = _STATE.unpack_from(row)
@@ -96,17 +81,12 @@ class Producers:
             return None if stamp.sequence == 0 else OutOfOrder(0)
         if stamp.sequence <= state.last:
             return state.offsets(stamp.sequence)
-        goes_on = stamp.sequence == state.last + 1
-        lost_some = stamp.sequence == stamp.unanswered and state.stops_before(self.torn)
-        return None if goes_on or lost_some else OutOfOrder(state.last + 1)
+        return None if stamp.sequence == state.last + 1 else OutOfOrder(state.last + 1)
 
     def take(self, stamp: Stamp, first: int, count: int, now_us: int) -> None:
         """Note that the entry with `stamp`, for which `judge` returned None, is stored at `first`."""
         state = self._batch.get(stamp.producer) or self._table.get(stamp.producer)
-        goes_on = state is not None and (state.epoch, state.last + 1) == (
-            stamp.epoch,
-            stamp.sequence,
-        )
+        goes_on = state is not None and state.epoch == stamp.epoch
         recent = state.recent if state is not None and goes_on else b""
         recent = (recent + _OFFSETS.pack(first, count))[-RECENT * _OFFSETS.size :]
         self._batch[stamp.producer] = _State(stamp.epoch, stamp.sequence, now_us, recent)

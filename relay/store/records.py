@@ -64,8 +64,6 @@ class Stamp(Struct, frozen=True):
     """u32. A higher epoch fences older instances of the producer, and starts again at sequence 0."""
     sequence: int
     """u64. Grows by one with every entry."""
-    unanswered: int | None = None
-    """The lowest sequence whose outcome the producer does not know; None if it does not say."""
 
 
 class Entry(Struct, frozen=True, gc=False):

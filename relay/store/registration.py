@@ -180,14 +180,14 @@ class Registration:
                 session.grant(
                     self.key_of(stream), signed, replies.expect(partial(self._note_granted, grant))
                 )
-        recording = stream.log is not None and not definition.stopped and not stream.displaced
+        recording = stream.log is not None and not definition.stopped and not stream.why_superseded
         for held in (stream, dead):
             if held is not None:
                 uuid = held.uuid.hex()
                 served = self._track_member(stream)
                 session.join(uuid, key_ids, _STREAM, held.name, replies.expect(served))
                 if (
-                    not stream.displaced and not definition.parent
+                    not stream.why_superseded and not definition.parent
                 ):  # else it is found by its uuid alone
                     session.join(held.name, key_ids, _STREAM, uuid, replies.expect(served))
         if definition.cluster and recording:

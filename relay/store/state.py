@@ -1,6 +1,6 @@
 """What a log has besides its records, in rows that can be carried to a copy of it, which is to take its place.
 
-    c consumers   f gap of a log that was made of a copy   h, q message ids   l due time that was listed   p producers
+    c consumers   h, q message ids   l due time that was listed   p producers
     t, u staged records   v plans   w writers
 
 The records are copied as by a mirror. What the copy derives from them by itself (key hashes, due times, summaries) is
@@ -28,7 +28,7 @@ from relay.store.staged_rows import MAX_WRITERS, ROW_BYTES, STAGED_BYTES, check_
 STATE_BYTES: Final = 512 << 10
 """Bytes of rows in an answer, which has at least one row."""
 MOST: Final = {
-    b"c": MAX_CURSORS, b"f": 1, b"h": MAX_IDS, b"l": 1, b"p": MAX_PRODUCERS, b"q": MAX_IDS, b"t": STAGED_BYTES // ROW_BYTES,
+    b"c": MAX_CURSORS, b"h": MAX_IDS, b"l": 1, b"p": MAX_PRODUCERS, b"q": MAX_IDS, b"t": STAGED_BYTES // ROW_BYTES,
     b"u": STAGED_BYTES // ROW_BYTES, b"v": MAX_PLANS, b"w": MAX_WRITERS,
 }  # fmt: skip
 """Prefix -> how many rows of it a log has at most."""

@@ -19,7 +19,6 @@ from iris.wire import frames
 from iris.wire.kinds import Refusal
 from relay.logs import Quiet
 from relay.store.authority import Authority
-from relay.store.bucket.copies import Lag
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.shelf import Shelf
 from relay.store.bucket.writer import Writer
@@ -31,7 +30,7 @@ from relay.store.completeness import Completeness
 from relay.store.errors import LogError, LogWriteFailed
 from relay.store.log import Log
 from relay.store.presence import Presence
-from relay.store.registration import Done, Registration, log_refusal
+from relay.store.registration import Registration, log_refusal
 from relay.store.session import Bundle, StoreSession
 from relay.store.stream import Stream
 from relay.supervisor import COMPLETE_FILE, STREAMS
@@ -75,8 +74,6 @@ class Store:
             directory / STREAMS, authority, self.registration, self.clock, shelf
         )
         self.catalogue.grown = self._touch
-        if shelf is not None:
-            shelf.on_decided = self._join_decided
         self.streams = self.catalogue.streams
         self._dirty: dict[bytes, Stream] = {}
         self._on_dirty = dirty
@@ -116,8 +113,6 @@ class Store:
         self.catalogue.load()
         self.completeness.load(self._complete_path, self.streams.values())
         for stream in list(self.streams.values()):
-            self.catalogue.copy(stream)  # before anything is written
-        for stream in list(self.streams.values()):
             if stream.uuid not in self.completeness.complete:
                 # What was published in the meantime was not counted by anybody.
                 self._note_gap(stream, "the store was not running")
@@ -130,50 +125,26 @@ class Store:
         adopted = [
             self.catalogue.adopt(path, uuid, replica) for uuid, (path, replica) in found.items()
         ]
-        self._begin(adopted, "the stream was moved" if moved else "the store was not running")
-
-    def _begin(self, added: list[Stream], cause: str) -> None:
-        """Serve streams that were opened while the store runs; they missed something for this cause."""
-        for stream in added:
+        for stream in adopted:
             if not stream.dead:
-                self._note_gap(stream, cause)
+                self._note_gap(
+                    stream, "the stream was moved" if moved else "the store was not running"
+                )
                 self.catalogue.add_addresses(stream)
         self.commit()
-        for stream in added:
+        for stream in adopted:
             if stream.orders and not stream.dead and self.registration.session is not None:
                 self.catalogue.serve(stream, log_refusal(stream.name))
-
-    def bring(self, uuid: bytes, then: Done) -> None:
-        """Serve a log that was made of a copy, and its dead letters; call `then` with the relay's error, or ""."""
-        stream = self.catalogue.bring(uuid)
-        self.commit()
-        if self.registration.session is None:
-            then("")  # it is served once there is a relay
-        else:
-            self.catalogue.serve(stream, then)
-
-    def _join_decided(self, uuid: bytes, joined: bool) -> None:
-        """It is known whether a stream that was joining the bucket at the last end of this store is there."""
-        if joined:
-            self.catalogue.drop_joined(uuid)
-        elif added := self.catalogue.open_stayed(uuid):
-            self._begin(added, "the store was not running")
 
     def logs_of(self, writer: Writer) -> dict[bytes, Log]:
         """Return the logs of a journal: uuid -> log. Raises LogWriteFailed if one cannot be written now."""
         logs = {}
         for stream in self.streams.values():
-            if stream.replica is not None and stream.in_bucket and stream.replica.writer is writer:
+            if stream.replica is not None and stream.replica.writer is writer:
                 if stream.log is None or stream.log.failed:
                     raise LogWriteFailed(stream.path, stream.failed or "an earlier write failed")
                 logs[stream.uuid] = stream.log
         return logs
-
-    @property
-    def lag_of_copies(self) -> Lag | None:
-        """How far the copies in the bucket of `disk` streams are behind; None without a bucket."""
-        shelf = self.catalogue.shelf
-        return None if shelf is None else shelf.copies.lag()
 
     def in_bucket(self) -> list[Stream]:
         """Return the streams that are in the bucket."""
@@ -183,9 +154,7 @@ class Store:
         """Stop serving the streams of a journal that has ended: another store holds them."""
         for stream in list(self.streams.values()):
             replica = stream.replica
-            if replica is None or stream.dead or stream.joining:
-                continue
-            if replica.writer is writer:
+            if replica is not None and not stream.dead and replica.writer is writer:
                 self.catalogue.hand_over(stream, writer.ended)
 
     def close(self) -> None:
@@ -227,7 +196,7 @@ class Store:
             self._note_gap(stream, "the relay refused what it records")
 
     def _note_gap(self, stream: Stream, cause: str) -> None:
-        if stream.displaced or not (stream.definition.topic or stream.definition.cluster):
+        if stream.why_superseded or not (stream.definition.topic or stream.definition.cluster):
             return
         if stream.log is None:
             stream.missed_while_closed = True  # the gap is written when the log is open again
@@ -351,7 +320,7 @@ class Store:
                         self.catalogue.leave(stream)
                         self.catalogue.serve(stream, log_refusal(stream.name))
                     log.info("store.stream_reopened", extra={"fields": {"stream": stream.name}})
-                if stream.displaced:
+                if stream.why_superseded:
                     continue  # what it has is kept
                 if dropped := stream.tend(self.now_us):
                     fields = {"stream": stream.name, "records": dropped}

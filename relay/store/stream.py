@@ -18,7 +18,7 @@ import struct
 from collections.abc import Callable, Set
 from typing import Final
 
-from msgspec import UNSET, structs
+from msgspec import structs
 
 from iris.errors import DecodeError
 from iris.wire import streams
@@ -43,7 +43,6 @@ from iris.wire.streams import (
 )
 from relay.store.answers import item_from_wire
 from relay.store.authority import NO_CHARTER, Charter
-from relay.store.bucket.copies import Copy as BucketCopy
 from relay.store.bucket.replica import Replica
 from relay.store.clock import Clock
 from relay.store.consumer_calls import ConsumerCalls
@@ -93,7 +92,7 @@ class Stream:
         self.recorder = Recorder()
         self.dead = False
         """This stream holds the dead letters of another stream."""
-        self.displaced = ""
+        self.why_superseded = ""
         """Which stream has taken the place of this one, which is only kept; empty if it is served."""
         self._opened_us = 0
         self._stopped = False
@@ -120,8 +119,6 @@ class Stream:
         self.write_dead_letters: Callable[[str, list[Dead]], None] = _no_dead_letters
         self.replica: Replica | None = None
         """Copies the log to a bucket, which makes it durable; None if the disk does."""
-        self.bucket_copy: BucketCopy | None = None
-        """The copy in a bucket that follows the disk; None if there is none."""
         self.redefine()
         if log is not None:
             self.opened(log)
@@ -137,22 +134,10 @@ class Stream:
             self._copy(self.log, replica)
             self.consumer_calls.rest_on(replica)
 
-    def unreplicate(self) -> None:
-        """The disk alone makes the stream durable again: it did not join the bucket."""
-        self.replica = self.recorder.gate = self.readers.replica = None
-        if self.log is not None and self.consumer_calls is not None:
-            self.log.copy_to(None)
-            self.consumer_calls.rest_on(None)
-
-    @property
-    def joining(self) -> bool:
-        """Whether it is being decided if the stream, which is on the disk, joins the bucket."""
-        return self.replica is not None and self.replica.joining
-
     @property
     def in_bucket(self) -> bool:
         """Whether the stream is in a bucket, which makes it durable."""
-        return self.replica is not None and not self.replica.joining
+        return self.replica is not None
 
     def _copy(self, log: Log, replica: Replica) -> None:
         replica.tail.begin(log.next, log.oldest, replica.last)
@@ -160,28 +145,12 @@ class Stream:
         if replica.reader is not None:
             log.offloading.read_by(replica.reader)
 
-    def follow(self, copy: BucketCopy | None) -> None:
-        """Let this copy follow the log from now on; None: let none follow."""
-        self.bucket_copy = copy
-        if self.log is not None and copy is not None:
-            copy.opened(self.log)
-        elif self.log is not None:
-            self.log.copy_to(None)
-
-    def stop_following(self) -> None:
-        """The copy in the bucket follows no more. Whatever else copies the log goes on."""
-        if self.bucket_copy is not None:
-            self.bucket_copy.closed()
-        self.bucket_copy = None
-
     def opened(self, log: Log) -> None:
         """Use this log, which was opened for the first time or again."""
         self._opened_us = self._clock.wall_us
         self.log = self.recorder.log = self.readers.log = log
         if self.replica is not None:
             self._copy(log, self.replica)
-        elif self.bucket_copy is not None:
-            self.bucket_copy.opened(log)
         self.consumer_calls = ConsumerCalls(
             log, lambda consumer, dead: self.write_dead_letters(consumer, dead), self._clock
         )
@@ -232,7 +201,7 @@ class Stream:
         Only those whose order names the current source: a copy may be promoted under some of its keys only.
         """
         wanted = self.definition.topic, self.definition.cluster
-        if self.displaced:
+        if self.why_superseded:
             return []
         return [
             key_id
@@ -252,12 +221,8 @@ class Stream:
         """
         return cluster == self.definition.cluster and key_id in self.recording_ids
 
-    def described(
-        self, store: bytes, label: str, holder: bytes, joining: int | None = None
-    ) -> Described:
-        """Return the description that clients see. `holder` is this store, `store` whom the orders name. `joining`:
-        bytes that its bucket was given, if it is to join it.
-        """
+    def described(self, store: bytes, label: str, holder: bytes) -> Described:
+        """Return the description that clients see. `holder` is this store, `store` whom the orders name."""
         log = self.log
         numbers = (
             (
@@ -270,14 +235,13 @@ class Stream:
             if log
             else (0,) * 5
         )
-        failed = self.displaced or self.failed or (log.failed if log else "") or ""
+        failed = self.why_superseded or self.failed or (log.failed if log else "") or ""
         return Described(
             self.definition, self.uuid, log.epoch if log else 0, [signed for _, signed in self.orders.values()], store, label,
             *numbers, lost=self.recorder.lost, failed=failed[:1024], readable=log is not None,
             source_next=self._source_next, heard_us=self._source_seen_us,
             holder=holder if self.in_bucket else b"",
-            copied=None if self.bucket_copy is None else streams.CopyLag(*structs.astuple(self.bucket_copy.lag())),
-            moved_bytes=log.size_bytes - log.local_bytes if log else 0, joining=joining, superseded=self.superseded, plans=log.staging.rows.plans.count if log else 0,
+            moved_bytes=log.size_bytes - log.local_bytes if log else 0, superseded=self.superseded, plans=log.staging.rows.plans.count if log else 0,
             cut=log.cut if log else [], planned=self._opened_us + log.staging.rows.plans.made if log else 0,
         )  # fmt: skip
 
@@ -321,9 +285,8 @@ class Stream:
                 )
                 return
         entries = []
-        unanswered = None if call.unanswered is UNSET else call.unanswered
         for new in call.records:
-            stamp = Stamp(producer, call.epoch, new.sequence, unanswered) if producer else None
+            stamp = Stamp(producer, call.epoch, new.sequence) if producer else None
             entries.append(self._entry(incoming, call.sender_id, new, stamp))
         self.recorder.append(incoming, entries)
 

@@ -33,10 +33,7 @@ MAX_TRIES: Final = 10
 it may crash its workers.
 """
 DISPATCHED_US: Final = 1
-"""The due time, on disk, of messages that were dispatched and not yet delivered.
-
-Older stores read it as a time in the past.
-"""
+"""The due time, on disk, of messages that were dispatched and not yet delivered."""
 
 
 class Unsettled:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support import warm
-from support.buckets import Group, append_all, followed, numbered, whole
-from support.stores import KEY
+from support.buckets import Group, append_all, numbered, whole
+from support.waiting import eventually
 
 import iris
-from iris import keyfiles
-from iris.crypto.keyring import Keyring
 from iris.crypto.keys import GroupKey
 from iris.errors import ConfigError
 from relay.store.bucket.keeper import STATE_FILE
@@ -188,9 +185,6 @@ async def test_a_bucket_is_restored_to_an_empty_machine(tmp_path: Path) -> None:
                 await group.create(client, name, max_messages=1000)
                 await client.streams.append(name, name.encode(), key="k")
             await client.streams.delete("payments")
-            await client.streams.create("local", topic="local.>", durability="disk")
-            await client.streams.append("local", b"on a disk")
-            info = await followed(client, "local")
             assert await group.stop(1) == 0
             group.lose_disk(1)
             data = group.data(2)
@@ -198,36 +192,17 @@ async def test_a_bucket_is_restored_to_an_empty_machine(tmp_path: Path) -> None:
             key = tmp_path / "saved.key"
             key.touch(0o600)
             key.write_text(group.key.reveal())
-            keys = tmp_path / "keys"
-            keys.mkdir(0o700)
-            environ = {**group.rig.environ, "IRIS_CONFIG": str(keys)}
-
-            async def restore(data: Path) -> subprocess.CompletedProcess[str]:
-                command = [
-                    sys.executable, "-m", "relay.store", "restore", str(data), "--bucket", group.url, "--bucket-key", str(key),
-                ]  # fmt: skip
-                return await asyncio.to_thread(warm.run, command, text=True, env=environ)
-
-            elsewhere = tmp_path / "elsewhere"
-            done = await restore(elsewhere)
-            assert (done.returncode, done.stdout) == (
-                1,
-                f"{elsewhere}: 1 stream from {group.url}\n",
-            )
-            assert f"stream local (log {info.uuid})" in done.stderr
-            assert "the keyring has no key of this stream" in done.stderr
-            keyfiles.save_keyring(keys / keyfiles.KEYRING_FILE, Keyring.single(KEY))
-            done = await restore(data)
-            assert (done.returncode, done.stdout) == (
+            command = [
+                sys.executable, "-m", "relay.store", "restore", str(data), "--bucket", group.url, "--bucket-key", str(key),
+            ]  # fmt: skip
+            environ = group.rig.environ
+            done = await asyncio.to_thread(warm.run, command, text=True, env=environ)
+            assert (done.returncode, done.stdout, done.stderr) == (
                 0,
-                f"{data}: 1 stream from {group.url}, and 1 stream from copies\n",
+                f"{data}: 1 stream from {group.url}\n",
+                "",
             )
-            assert done.stderr.startswith(
-                "iris store restore: Stream local was restored as log "
-            ), done.stderr
-            assert f"restored from the copy of log {info.uuid} up to offset 1;" in done.stderr
-            assert done.stderr.count("\n") == 1
-            again = await restore(data)
+            again = await asyncio.to_thread(warm.run, command, text=True, env=environ)
             assert again.returncode == 2
             assert "name an empty directory, or start that store" in again.stderr
             group.start(2)
@@ -235,9 +210,6 @@ async def test_a_bucket_is_restored_to_an_empty_machine(tmp_path: Path) -> None:
             assert await whole(client, "orders") == [b"orders"]
             assert (await client.streams.describe("orders")).max_messages == 1000
             assert await client.streams.append("orders", b"next") == 1
-            local = await client.streams.describe("local")
-            assert (local.topic, local.end, local.uuid == info.uuid) == ("local.>", 3, False)
-            assert await whole(client, "local") == [b"on a disk"]
 
 
 async def test_a_restore_that_cannot_work_says_why_in_one_line(tmp_path: Path) -> None:
@@ -308,7 +280,14 @@ async def test_checkpoints_keep_the_bucket_small_and_a_takeover_reads_from_the_l
                 await asyncio.gather(*await append_all(client, "orders", sent[at : at + 20]))
             await group.logged(first, "store.checkpoint")
             journals = group.bucket / "journal"
-            assert sum(path.stat().st_size for path in journals.rglob("*")) < 600_000
+
+            def is_small() -> bool:
+                try:
+                    return sum(path.stat().st_size for path in journals.rglob("*")) < 600_000
+                except FileNotFoundError:  # it is being deleted
+                    return False
+
+            await eventually(is_small)  # what was appended since is covered by the next one
             group.kill(first)
             group.lose_disk(first)
             assert await group.holder(client, "orders") == 3 - first

@@ -20,7 +20,7 @@ from support.stores import small_disk
 import iris
 from iris.crypto.keys import GroupKey
 from iris.errors import ConfigError, StreamUnavailable
-from relay.store.bucket_check import drop_copies
+from relay.store.bucket_check import check_bucket
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -237,11 +237,9 @@ async def test_a_stream_that_cannot_be_created_names_the_timeout_of_the_caller(
                 await client.streams.create("new", durability="bucket", timeout=1.5)
 
 
-async def test_a_bucket_that_nobody_has_used_is_an_error_also_where_copies_are_listed(
-    tmp_path: Path,
-) -> None:
+async def test_a_check_of_a_bucket_that_nobody_has_used_is_an_error(tmp_path: Path) -> None:
     key = tmp_path / "group.key"
     key.touch(mode=0o600)
     key.write_text(GroupKey(bytes(32)).reveal())
     with pytest.raises(ConfigError, match="no store has written to it"):
-        await drop_copies(tmp_path, f"file://{tmp_path}/nowhere", None, "", needed=False)
+        await check_bucket(tmp_path, f"file://{tmp_path}/nowhere", None)

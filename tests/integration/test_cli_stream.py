@@ -340,14 +340,6 @@ def test_change_sets_a_limit_and_lifts_it(shell: Shell, stream: str) -> None:
     assert (found["max_age"], found["compact"]) == (0, False)
 
 
-def test_change_of_the_durability_says_what_the_store_lacks(shell: Shell, stream: str) -> None:
-    refused = shell(
-        "stream", "change", stream, "--durability", "bucket", code=Exit.OVERLOADED
-    ).decode()
-    assert "has no bucket; start it with `--bucket URL`" in refused
-    assert b"use disk or bucket" in shell("stream", "change", stream, "--durability", "tape", code=2)  # fmt: skip
-
-
 def test_delete_wants_a_yes_and_then_removes_it(shell: Shell, stream: str) -> None:
     shell("stream", "append", stream, "x")
     assert b"--yes" in shell("stream", "delete", stream, code=2)

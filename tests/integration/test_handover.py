@@ -11,7 +11,7 @@ from integration.mirrors import whole
 from support.waiting import PATIENCE_S
 
 import iris
-from iris.errors import StreamError, StreamSuperseded
+from iris.errors import StreamError, StreamExists, StreamSuperseded
 from iris.streams.handover import _Handover
 from iris.wire.streams import Carry, Copied
 
@@ -61,8 +61,10 @@ async def test_a_copy_takes_the_place_of_its_stream_with_everything_that_this_ha
     done = await client.streams.redrive("orders", "billing")
     assert (done.redriven, done.gone, done.left) == (1, 0, 0)
     # A program that creates it at every start gets it.
-    again = await client.streams.create("orders", dedup_window=3600, max_messages=1000)
-    assert again.uuid == new.uuid
+    settings = {"dedup_window": 3600, "max_messages": 1000}
+    assert (await client.streams.create("orders", **settings)).uuid == new.uuid
+    with pytest.raises(StreamExists, match="with durability 'disk'; bring it into a bucket with `iris stream handover"):  # fmt: skip
+        await client.streams.create("orders", durability="bucket", **settings)
     assert (await handed_over(client)).uuid == new.uuid  # a repetition
     assert [info.name for info in await client.streams.list()].count("copy") == 0
 

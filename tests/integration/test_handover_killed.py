@@ -109,7 +109,7 @@ async def test_killed_handovers_and_stores_lose_nothing_and_store_nothing_twice(
             group.start(number, None, *FAST)
             await group.logged(number, "store.attached")
         async with group.rig.client() as client, group.rig.client() as other:
-            old = await client.streams.create("orders", copy=False)
+            old = await client.streams.create("orders")
             at = 1 if old.store == group.id_of(1) else 2
             stop = asyncio.Event()
             stored: dict[bytes, int] = {}
@@ -196,7 +196,7 @@ async def test_partitions_that_were_handed_over_to_a_bucket_outlive_their_store(
             group.start(number, None, *FAST)
             await group.logged(number, "store.attached")
         async with group.rig.client() as client:
-            await client.streams.create("clicks", partitions=2, copy=False)
+            await client.streams.create("clicks", partitions=2)
             for number in range(40):
                 await client.streams.append("clicks", b"%d" % number, key=f"key-{number}")
             async with client.streams.consumer("clicks", "work", shared=True) as worker:

@@ -12,7 +12,6 @@ import pytest
 from integration.stores import Store, created, stored, two_keys, whole
 from msgspec import structs
 
-from iris.core.channels import StoreChannel
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey, public_id
 from iris.errors import (
@@ -25,7 +24,7 @@ from iris.errors import (
 )
 from iris.streams import Offset
 from iris.streams.signed_orders import orders_to_change
-from iris.wire.streams import Change, Create, Described, FindStore, Knock, StoreInfo
+from iris.wire.streams import Change, Create, Described, Knock
 
 
 async def test_partitions_are_spread_over_the_stores_and_hold_each_message_once(pair: Any) -> None:
@@ -396,46 +395,28 @@ async def test_partitions_that_were_added_under_an_unknown_key_are_not_overlooke
             await client.streams.partitions("orders")
 
 
-async def test_a_client_of_an_earlier_version_is_told_that_a_stream_has_partitions(
-    pair: Any, monkeypatch: pytest.MonkeyPatch
+async def test_callers_open_other_channels_when_a_stream_gets_its_first_partitions(
+    pair: Any,
 ) -> None:
-    cluster, client, other, _ = pair
-    await client.streams.create("orders")
-    async with cluster.client() as old:
-        _, session = await old._runtime.ready("orders", 5)
-        genuine = StoreChannel.knock
+    cluster, client, other, second = pair
+    made = await client.streams.create("orders")
+    await other.streams.append("orders", b"0")
+    process = cluster.store if made.store != second.id else second.process
+    handlers = process.store.calls.handlers
+    genuine = handlers[Knock]
+    knocks: list[str] = []
 
-        def knock(channel: StoreChannel) -> None:
-            if channel._owner is session.store_calls:
-                channel._ask(Knock(channel._offer.nonce), channel._door)
-            else:
-                genuine(channel)
+    def knocked(incoming: Any, call: Knock) -> None:
+        knocks.append(incoming.name)
+        genuine(incoming, call)
 
-        monkeypatch.setattr(StoreChannel, "knock", knock)
-        assert await old.streams.append("orders", b"0") == 0
-        await client.streams.change("orders", partitions=2)
-        with pytest.raises(StreamError, match="upgrade the client to one of wire minor 8"):
-            await old.streams.append("orders", b"1")
-        with pytest.raises(StreamError, match="several partitions"):
-            await whole(old)
-    assert [m.payload for m in await whole(other)] == [b"0"]
-
-
-async def test_a_store_of_an_earlier_version_is_left_out(pair: Any) -> None:
-    cluster, client, _, second = pair
-
-    def older(process: Any) -> None:
-        info = StoreInfo(process.store.key.public_key, "old")
-        process.store.calls.handlers[FindStore] = lambda incoming, call: incoming.answer(info)
-
-    older(second.process)
-    await client.streams.create("orders", partitions=3)
-    assert {info.store for info in await client.streams.partitions("orders")} == {
-        public_id(cluster.store.store.key.public_key).hex()
-    }
-    older(cluster.store)
-    with pytest.raises(StreamUnavailable, match="without partitions; upgrade those on old"):
-        await client.streams.create("sales", partitions=2)
+    handlers[Knock] = knocked
+    await other.streams.append("orders", b"1")
+    assert not knocks
+    await client.streams.change("orders", partitions=2)
+    knocks.clear()
+    await other.streams.append("orders", b"2")
+    assert made.uuid in knocks
 
 
 async def test_a_stream_that_cannot_be_created_leaves_no_partitions(pair: Any) -> None:
@@ -475,8 +456,5 @@ async def test_a_new_store_gets_nothing_by_itself_and_balance_says_what_would_mo
         assert await other.streams.balance("plain") == []
         with pytest.raises(StreamError, match="on the disk of the store") as refused:
             await client.streams.move(found[0].name, to="second")
-        assert "iris stream change orders --durability bucket" in refused.value.detail
-        assert "--force" not in refused.value.detail  # a partition cannot be restored from a copy
-        with pytest.raises(StreamError, match="--force"):
-            await client.streams.move("plain", to="second")
+        assert "iris stream handover orders NEW" in refused.value.detail
         await second.stop()

@@ -121,7 +121,7 @@ async def test_a_site_without_the_key_can_do_nothing_to_a_stream_and_learns_noth
             for attack in attacks:
                 answer = await call(attack, name)
                 assert isinstance(answer, Refused), attack
-                assert "upgrade the client" in answer.detail
+                assert "open a channel first" in answer.detail
         # To open a channel it would have to sign with the key.
         offer = Offer(OTHER_KEY, os.urandom)
         door = await call(streams.Knock(offer.nonce), f"eu:{made.uuid}")

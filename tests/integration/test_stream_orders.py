@@ -157,20 +157,6 @@ async def test_two_clients_that_promote_a_copy_at_once_both_succeed(setting: Any
     assert (promoted.mirror, promoted.topic) == ("", "")  # as who came first wanted it
 
 
-async def test_a_client_from_before_revisions_is_refused_with_the_advice_to_upgrade(
-    setting: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, client, _ = setting
-    old = signed_orders.Order
-    # Without its revision.
-    monkeypatch.setattr(signed_orders, "Order", lambda *given: old(*given[:7]))
-    await client.streams.create("orders")
-    for call in (client.streams.pause("orders"), client.streams.delete("orders")):
-        with pytest.raises(StreamError, match="upgrade the client"):
-            await call
-    assert not (await client.streams.describe("orders")).paused
-
-
 async def test_a_client_whose_clock_is_wrong_learns_the_difference(
     setting: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,21 +189,6 @@ async def test_a_client_believes_the_order_of_the_highest_revision(setting: Any)
         said = structs.replace(known.described, orders=orders)
         found = client.streams._stores.verified("orders", said)
         assert (found.order.definition.max_messages, found.revision) == (2, 2)
-
-
-async def test_a_definition_from_an_order_far_in_the_future_can_be_changed(
-    setting: Any,
-) -> None:
-    cluster, client, _ = setting
-    await client.streams.create("orders")
-    (stream,) = cluster.store.store.streams.values()
-    (key,) = client.keyring.for_cluster("orders")
-    order = encode(structs.replace(stream.charter.order, issued_us=1 << 62))
-    signed = SignedOrder(order, key.public_key, key.sign_order(order))
-    old = type(stream.charter)({key.key_id: (decode_order(order), signed)}, (key.key_id,))
-    stream.charter = old  # as a store from before revisions took it
-    assert (await client.streams.change("orders", max_messages=7)).max_messages == 7
-    await client.streams.delete("orders")
 
 
 async def test_a_rotated_key_changes_and_ends_streams_by_itself_also_after_a_restart(

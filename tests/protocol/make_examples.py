@@ -65,7 +65,7 @@ from iris.wire.kinds import (
     Kind,
     Refusal,
 )
-from iris.wire.orders import KEEP, MOVE, Definition, Order, SignedOrder, decode_order, log_uuid
+from iris.wire.orders import KEEP, Definition, Order, SignedOrder, decode_order, log_uuid
 
 DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "protocol.md"
 BLOCK: Final = re.compile(r"^```(hex|json) name=([a-z-]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -114,9 +114,6 @@ ORDER: Final = streams.encode(
     )
 )  # fmt: skip
 
-FIND_LOST: Final = streams.encode(
-    Order(MOVE, streams.NO_LOG, KEY.key_id, STORE_KEY.public_key, SENT_US, Definition(STREAM))
-)
 NEW_KEY: Final = ClusterKey(bytes(range(1, 33)))
 NEXT_ORDER: Final = streams.encode(
     Order(
@@ -479,7 +476,6 @@ def derived() -> dict[str, dict[str, Any]]:
         "countersigned": {
             "key_secret": bytes(range(1, 33)).hex(), **readable(msgspec.structs.asdict(SIGNED)),
         },
-        "lost": {"order": readable(msgspec.msgpack.decode(FIND_LOST)), "call": streams.encode(_find_lost()).hex()},
         "stream": {
             "store_secret": bytes(range(0x20, 0x40)).hex(), "store_public_key": STORE_KEY.public_key.hex(),
             "store_id": public_id(STORE_KEY.public_key).hex(), "salt": SALT.hex(), "uuid": STREAM_UUID.hex(),
@@ -491,19 +487,12 @@ def derived() -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def _find_lost() -> streams.FindLost:
-    """Return the call for copies of the stream of the examples."""
-    return streams.FindLost([SignedOrder(FIND_LOST, KEY.public_key, KEY.sign_order(FIND_LOST))])
-
-
 def partitioned() -> dict[str, Any]:
     """Return the definitions of a stream with partitions, and where keys and partitions go, from the primitives."""
     uuids = [bytes([0xA0 + number]) * 16 for number in range(1, 4)]
     whole = Definition("clicks", partitions=tuple(uuids))
     part = Definition("clicks/3", parent=STREAM_UUID, partition=3)
-    order = Order(
-        KEEP, uuids[2], KEY.key_id, STORE_KEY.public_key, SENT_US, part, part.order_version
-    )
+    order = Order(KEEP, uuids[2], KEY.key_id, STORE_KEY.public_key, SENT_US, part)
     keys = {}
     for key in ("AA", "BA", "LH"):
         said = b"iris-partition-1" + STREAM_UUID + key.encode()

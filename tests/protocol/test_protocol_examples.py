@@ -42,10 +42,10 @@ from iris.crypto.sframe import Opener, Sealer
 from iris.crypto.tickets import MAX_TICKET_CHARACTERS, read_ticket
 from iris.errors import OpenError
 from iris.streams.partitions import Layout
-from iris.wire import codec, frames, link_frames, names, streams
+from iris.wire import codec, frames, link_frames, names
 from iris.wire.codec import decode_control, encode_control
 from iris.wire.kinds import MAX_TROUBLE_NAMES, TUNNEL_KINDS, Cause, Kind, Refusal
-from iris.wire.orders import MOVE, ORDER_FRESH_US, SignedOrder, check_definition, decode_order
+from iris.wire.orders import ORDER_FRESH_US, SignedOrder, check_definition, decode_order
 from relay.config import lan
 from relay.core import calls, control, link, overdue, parking, parts, seen, site_routes
 from relay.core import credit as relay_credit
@@ -160,16 +160,6 @@ def test_a_store_accepts_the_countersigned_order_after_the_first() -> None:
     changed = authority.change(charter, [SignedOrder(**said)], order.uuid, order.issued_us)
     assert set(changed.orders) == {KEY.key_id, key.key_id}
     assert f"at most {ORDER_FRESH_US // 1_000_000} s before or after" in TEXT
-
-
-def test_a_store_accepts_the_order_that_asks_for_a_lost_stream() -> None:
-    call = streams.decode_call(bytes.fromhex(JSON["lost"]["call"]))
-    assert isinstance(call, streams.FindLost)
-    order = decode_order(call.orders[0].order)
-    authority = Authority(order.store)
-    orders = authority.read(call.orders, streams.NO_LOG, action=MOVE)
-    authority.check_asked(orders, order.issued_us)
-    assert (set(orders), order.definition.name) == ({KEY.key_id}, "orders")
 
 
 def _table(title: str) -> dict[str, list[str]]:

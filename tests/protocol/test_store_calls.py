@@ -49,7 +49,7 @@ def test_a_call_without_the_key_is_refused_and_changes_nothing_whatever_a_relay_
     before = state(relay.store)
     answer = raw(relay, encode(ATTACKS[name]))
     assert isinstance(answer, Refused)
-    assert "upgrade the client" in answer.detail
+    assert "open a channel first" in answer.detail
     assert state(relay.store) == before
     assert relay.store.calls.refused == 1
 
@@ -59,7 +59,7 @@ def test_a_party_without_the_key_learns_no_name_of_a_stream(relay: Relay) -> Non
     old = streams.msgspec.msgpack.encode({"op": "list", "key_ids": [KEY.key_id], "after": ""})
     answer = raw(relay, old, name=store, key_id=NO_KEY)
     assert isinstance(answer, Refused)
-    assert "upgrade the client" in answer.detail
+    assert "open a channel first" in answer.detail
     # A holder of another key cannot do it through its own channel, either.
     answer = relay.ask(Caller(OTHER), streams.ListStreams(), key=OTHER, name=store, own=True)
     assert isinstance(answer, Refused)

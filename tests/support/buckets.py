@@ -24,7 +24,6 @@ from typing import Any, Self
 import iris
 from iris.crypto.keys import GroupKey, StoreKey, public_id
 from iris.errors import StreamError
-from iris.streams.listing import StreamInfo
 from support import warm
 from support.stores import PATIENCE_S, Rig
 
@@ -137,17 +136,6 @@ class Group:
             if self.id_of(number) == store:
                 return number
         raise AssertionError(f"no store of this group is {store}")
-
-
-async def followed(client: iris.Client, name: str) -> StreamInfo:
-    """Return when the copy of a stream has everything."""
-    until_s = time.monotonic() + PATIENCE_S
-    while True:
-        info = await client.streams.describe(name, timeout=PATIENCE_S)
-        if info.copy_lag_bytes == 0 and not info.copy_behind:
-            return info
-        assert time.monotonic() < until_s, info
-        await asyncio.sleep(0.02)
 
 
 async def check(group: Group, number: int, *more: str) -> tuple[int, Any]:

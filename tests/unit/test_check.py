@@ -81,9 +81,6 @@ B = StoreHealth("1d5410ec" * 4, "db-2", has_bucket=True)
     ("changed", "state", "text"),
     [
         ({}, "ok", "2 stores of the site answer, 2 with a bucket"),
-        ({"copies_lag_bytes": 9, "copies_lag_s": 2.0}, "ok", ""),
-        ({"copies_lag_bytes": 9999, "copies_lag_s": 90.0}, "warning", "store 1d5410ec on db-2 has copies in the bucket that are 9,999 bytes and 90 s behind"),
-        ({"copies_lag_bytes": 9, "copies_behind": 2}, "warning", "9 bytes and 0 s behind, and must copy 2 streams again"),
         ({"away": "no answer", "waiting_bytes": 1234}, "critical", "store 1d5410ec on db-2 cannot write to its bucket: no answer; 1,234 bytes wait for it"),
         ({"not_taken": "objects are missing"}, "critical", "store 1d5410ec on db-2 cannot take over from stores that are gone: objects are missing"),
         ({"taken": 1, "taken_s": 20.0}, "warning", "less than a minute ago"),
@@ -102,7 +99,7 @@ def test_every_store_of_the_site_is_judged_and_named_with_its_host(
 
 def test_a_store_that_is_critical_comes_before_one_that_is_degraded() -> None:
     away = structs.replace(B, away="no answer")
-    late = structs.replace(A, copies_behind=1)
+    late = structs.replace(A, taken=1, taken_s=20.0)
     state, said = judge_stores([late, away])
     assert state == "critical"
     assert said.index("1d5410ec") < said.index("9925e90b")

@@ -76,7 +76,7 @@ export class ClusterKey {
     return hmac("SHA-256", this.keyHashKey, concat(uuid, key));
   }
 
-  /** The number by which a record's key chooses a partition of the stream whose partition 0 is `uuid` (§19.11). */
+  /** The number by which a record's key chooses a partition of the stream whose partition 0 is `uuid` (§19.10). */
   async partitionHash(uuid: Bytes, key: Bytes): Promise<bigint> {
     const hash = await hmac("SHA-256", this.keyHashKey, concat(utf8("iris-partition-1"), uuid, key));
     return view(hash).getBigUint64(0, true);

@@ -31,7 +31,7 @@ export interface Definition {
   readonly origins: readonly { readonly name: string; readonly topic: string; readonly cluster: string }[];
   /** The uuid that keys and ids of messages are hashed with. */
   readonly hashUuid: Bytes;
-  /** Uuids in hex of the partitions from 1 on (§19.11); empty for a stream of one log, and in a partition. */
+  /** Uuids in hex of the partitions from 1 on (§19.10); empty for a stream of one log, and in a partition. */
   readonly partitions: readonly string[];
   /** Of a partition from 1 on: the uuid of partition 0 in hex, and its number. */
   readonly parent: string;
@@ -56,8 +56,6 @@ export interface Log {
   readonly cached: string;
 }
 
-/** The highest version of orders that this client understands: with partitions. */
-const ORDERS = 3;
 /** How long partitions are not looked up again. */
 const PLACING_MS = 10_000;
 /** Codes of "refused" that the call did not cause, and that may pass. */
@@ -66,6 +64,18 @@ const PASSING: ReadonlySet<string> = new Set(["leaving", "moved", "disk", "faile
 /** How the relay's reason begins when the session's ticket does not name a stream. */
 const BY_TICKET = "the ticket does not allow ";
 const EXPLAIN_MS = 1000;
+
+const ORDER = new Set(["action", "uuid", "key_id", "store", "issued_us", "definition", "revision"]);
+const DEFINITION = new Set([
+  "name", "topic", "cluster", "max_bytes", "max_messages", "max_age_us", "compact", "paused", "mirror", "origins",
+  "consuming_paused", "dedup_window_us", "partitions", "parent", "partition", "replaces", "successor",
+]);
+
+/** The name of a field of an order that this client does not know, or "". Without it another stream would be read. */
+export function unknownField(order: Fields): string {
+  const fields = Object.keys(order).filter((name) => !ORDER.has(name));
+  return [...fields, ...Object.keys(order.definition as Fields).filter((name) => !DEFINITION.has(name))][0] ?? "";
+}
 
 export class StoreCalls {
   readonly #session: Session;
@@ -195,7 +205,7 @@ export class StoreCalls {
   async #open(stream: string, uuid: string, key: ClusterKey, cached: string): Promise<Log> {
     const knock = new Knock(key, random(32));
     const timeoutMs = 10_000;
-    const door = this.#expect(stream, await this.#bare(stream, uuid, key, { op: "knock", nonce: knock.nonce, orders: ORDERS }, timeoutMs), "door");
+    const door = this.#expect(stream, await this.#bare(stream, uuid, key, { op: "knock", nonce: knock.nonce }, timeoutMs), "door");
     const { definition } = await this.#definition(stream, uuid, door);
     const { fields, opening } = await knock.open(door as unknown as { store: Bytes; uuid: Bytes; nonce: Bytes });
     const opened = this.#expect(stream, await this.#bare(stream, uuid, key, { op: "open", ...fields }, timeoutMs), "opened");
@@ -227,6 +237,8 @@ export class StoreCalls {
       const said = decode(order) as Fields;
       const fits = said.action === "keep" && equal(said.store as Bytes, door.store as Bytes) &&
         equal(said.uuid as Bytes, door.uuid) && equal(said.key_id as Bytes, keyId);
+      const unknown = fits && unknownField(said);
+      if (unknown) throw new StreamError(stream, `its order has the field '${unknown}', which this client does not know; upgrade it`);
       if (fits) keys.push(key);
       if (fits && (!best || Number(said.revision ?? 0) >= Number(best.revision ?? 0))) best = said;
     }
@@ -356,7 +368,7 @@ function cacheName(stream: string, uuid: string, partition: number): string {
   return [stream, uuid, partition].join("\0");
 }
 
-/** The partition of a hash among `count` (§19.11): jump consistent hashing. */
+/** The partition of a hash among `count` (§19.10): jump consistent hashing. */
 export function partitionOf(hash: bigint, count: number): number {
   let h = hash;
   let b = -1;

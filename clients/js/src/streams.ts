@@ -358,10 +358,8 @@ export class Streams {
         }
         // The records that are sent again are the same to the byte.
         call ??= await this.#sealed(parts, log, producer, batch);
-        // A stream that was made again of a copy may have forgotten the numbers before it.
-        const again = sent ? { ...call, unanswered: producer.sequence } : call;
         sent = true;
-        const answer = await parts.stores.call(log, again, left);
+        const answer = await parts.stores.call(log, call, left);
         if (answer.op !== "appended") throw refusal(name, answer);
         (answer.outcomes as unknown[][]).forEach((outcome, i) => settle(name, batch[i]!, outcome));
         producer.sequence += batch.length;

@@ -13,7 +13,7 @@ import { ClusterKey, topicSecret, verify } from "../src/keys.ts";
 import { decode, encode } from "../src/msgpack.ts";
 import { accept, Opening, prologue } from "../src/noise.ts";
 import { ANSWER_KINDS, answersLine, metadata, Openers, Sealer } from "../src/sframe.ts";
-import { partitionOf } from "../src/stores.ts";
+import { partitionOf, unknownField } from "../src/stores.ts";
 import { Share } from "../src/x25519.ts";
 import { HEX, JSON_OF } from "./document.ts";
 
@@ -263,4 +263,11 @@ test("the hash of a record's key is the document's, and its order is signed by t
   assert(await verify(publicKey, signature, concat(utf8("iris-stream-order-1"), order)));
   const { definition } = decode(order) as { definition: object };
   assert.deepEqual(readable(definition), JSON_OF.get("order").definition);
+});
+
+test("a field of an order that the document does not have is named", () => {
+  const order = JSON_OF.get("order");
+  assert.equal(unknownField(order), "");
+  assert.equal(unknownField({ ...order, colour: "blue" }), "colour");
+  assert.equal(unknownField({ ...order, definition: { ...order.definition, colour: "blue" } }), "colour");
 });

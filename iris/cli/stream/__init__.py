@@ -62,9 +62,6 @@ def create(
     durability: Annotated[
         str, typer.Option("--durability", metavar="WHERE", help="When a message is acknowledged: 'disk', when the store's disk has it; 'bucket', when its object storage has it.")
     ] = "disk",
-    copy: Annotated[
-        bool, typer.Option("--copy/--no-copy", help="Whether a store that has a bucket copies the stream there.")
-    ] = True,
     partitions: Annotated[
         int, typer.Option("--partitions", metavar="N", min=1, help="Divide the stream into N logs, spread over the stores of this site. Not with --topic or --cluster.")
     ] = 1,
@@ -90,7 +87,7 @@ def create(
             info = await client.streams.create(
                 name, topic=topic, cluster=cluster, max_bytes=max_bytes or 0, max_messages=max_messages or 0,
                 max_age=max_age or 0.0, compact=compact, dedup_window=dedup_window or 0.0, durability=durability,
-                copy=copy, partitions=partitions, timeout=timeout,
+                partitions=partitions, timeout=timeout,
             )  # fmt: skip
         if json:
             output.write_json(info)
@@ -197,30 +194,19 @@ def change(
     partitions: Annotated[
         int | None, typer.Option("--partitions", metavar="N", min=1, help="Add partitions until there are N. Some message keys move to the new partitions.", show_default=False)
     ] = None,
-    copy: Annotated[
-        bool | None, typer.Option("--copy/--no-copy", help="Whether a store that has a bucket copies the stream there.", show_default=False)
-    ] = None,
-    durability: Annotated[
-        str | None, typer.Option("--durability", metavar="WHERE", help="'bucket': move the stream from the store's disk into its bucket. It cannot be moved back.", show_default=False)
-    ] = None,
     uuid: texts.Uuid = "",
     timeout: options.Timeout = 10.0,
     relay: options.RelayPath = None,
 ) -> None:  # fmt: skip
     """Change the limits of a stream. Limits that you do not name stay as they are.
 
-    With --durability bucket the stream joins the bucket of its store while it
-    is in use. The store uploads the whole stream first: give a longer --timeout
-    for a large one. `iris stream info` shows the durability.
-
     \b
     Examples:
       iris stream change orders --max-bytes 20GiB
       iris stream change orders --max-age 0
       iris stream change clicks --partitions 12
-      iris stream change orders --durability bucket --timeout 600
     """
-    given = {"max_bytes": max_bytes, "max_messages": max_messages, "max_age": max_age, "compact": compact, "dedup_window": dedup_window, "partitions": partitions, "copy": copy, "durability": durability}  # fmt: skip
+    given = {"max_bytes": max_bytes, "max_messages": max_messages, "max_age": max_age, "compact": compact, "dedup_window": dedup_window, "partitions": partitions}  # fmt: skip
     changes: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
     if not changes:
         raise WrongUsage("nothing to change; give at least one setting, such as --max-age 7d")
@@ -305,9 +291,6 @@ def move(
     to: Annotated[
         str, typer.Option("--to", metavar="STORE", help="The new store: its host, or at least 4 digits of its id.", show_default=False)
     ],
-    force: Annotated[
-        bool, typer.Option("--force", help="Restore a stream on a disk from its copy in the bucket, because its store is gone.")
-    ] = False,
     uuid: texts.Uuid = "",
     timeout: options.Timeout = 60.0,
     relay: options.RelayPath = None,
@@ -317,22 +300,16 @@ def move(
     Nothing is lost or stored twice. Readers, consumers and appends wait while
     the new store reads the stream from the bucket, and continue there.
 
-    With --force: restores a stream from its copy in the bucket, if the store
-    that has it on its disk is gone. The stream gets another uuid. Messages that
-    the copy did not have yet are lost, and a gap reports that. If the command
-    fails half way, run it again.
+    A stream on a disk cannot be moved; `iris stream handover` brings it into a
+    bucket.
 
     \b
     Examples:
       iris stream move orders --to db-2
       iris stream move orders --to 3f9c01ab
       iris stream move clicks/3 --to db-2
-      iris stream move orders --to db-2 --force
     """
-    _do(
-        lambda client: client.streams.move(name, to=to, force=force, uuid=uuid, timeout=timeout),
-        relay,
-    )
+    _do(lambda client: client.streams.move(name, to=to, uuid=uuid, timeout=timeout), relay)
 
 
 @app.command()

@@ -76,8 +76,6 @@ def facts(info: StreamInfo, *, human: bool) -> list[tuple[str, str]]:
         *copy_facts(info),
         *place_facts(info),
         ("durability", info.durability),
-        *([] if info.joining_bytes is None else [("given-to-bucket", joining(info))]),
-        ("copy-in-bucket", bucket_copy(info)),
         ("moved-to-bucket", moved),
         ("lost-messages", str(info.lost_messages)),
         ("failed", info.failed or ("no" if human else "")),
@@ -87,21 +85,6 @@ def facts(info: StreamInfo, *, human: bool) -> list[tuple[str, str]]:
         ("store", info.store),
         ("epoch", str(info.epoch)),
     ]
-
-
-def bucket_copy(info: StreamInfo) -> str:
-    """Return how far the copy of a stream in the bucket is behind."""
-    if info.copy_lag_bytes is None or info.copy_lag_s is None:
-        return "none"
-    if not info.copy_lag_bytes and not info.copy_behind:
-        return "follows"
-    behind = f"{info.copy_lag_bytes} B and {info.copy_lag_s:.1f} s behind"
-    return f"{behind}, will be copied again" if info.copy_behind else behind
-
-
-def joining(info: StreamInfo) -> str:
-    """Return how much of a stream that is joining the bucket was uploaded. What was written twice counts twice."""
-    return f"{info.joining_bytes} B of {info.size_bytes} B"
 
 
 def copy_facts(info: StreamInfo) -> list[tuple[str, str]]:

@@ -16,8 +16,7 @@ from iris.cli.top.figures import (
     signed_ms,
     size,
 )
-from iris.watch import Network, Stream
-from iris.watch.judging import COPY_LATE_S
+from iris.watch import Network
 
 Style = Literal["", "good", "bad", "warn", "dim"]
 Value = str | float
@@ -230,13 +229,6 @@ def programs(network: Network) -> Table:
     return Table("programs", columns, rows, "HELD", empty, _left_out(network, "programs"))
 
 
-def _copy(stream: Stream) -> Cell:
-    """Return a cell with how far the copy of a stream in a bucket is behind."""
-    late_s = stream.copy_lag_s
-    late: Style = "warn" if late_s is not None and late_s >= COPY_LATE_S else ""
-    return _number(late_s, age, "bad" if stream.copy_behind else late)
-
-
 def streams(network: Network) -> Table:
     """Streams with their consumers: one row for each consumer, and one for a stream without any."""
 
@@ -246,7 +238,7 @@ def streams(network: Network) -> Table:
             start = (_text(stream.name, "bad" if stream.failed else ""),)
             end = (
                 _rate(stream.in_rate), _number(stream.messages), _number(stream.dead_letters, style="bad", marked=True), _number(stream.size_bytes, size),
-                _number(stream.lost_messages, style="bad", marked=True), _copy(stream), _text(stream.host), _text(stream.failed or stream.source, "bad" if stream.failed else "dim"),
+                _number(stream.lost_messages, style="bad", marked=True), _text(stream.host), _text(stream.failed or stream.source, "bad" if stream.failed else "dim"),
             )  # fmt: skip
             for each in stream.consumers:
                 yield (
@@ -260,13 +252,13 @@ def streams(network: Network) -> Table:
                 yield (
                     *start,
                     Cell(f"{stream.other_consumers:,} more", "\uffff", "dim"),
-                    *[blank] * 13,
+                    *[blank] * 12,
                 )
 
     columns = (
         Column("STREAM", left=True), Column("CONSUMER", left=True), Column("LAG"), Column("LAG +/S", 1), Column("WORKERS", 3), Column("PENDING", 4),
-        Column("AGAIN", 5), Column("IN/S"), Column("MESSAGES", 2), Column("DEAD"), Column("SIZE", 6), Column("LOST", 7), Column("COPY", 8), Column("HOST", 9, left=True),
-        Column("SOURCE", 10, left=True),
+        Column("AGAIN", 5), Column("IN/S"), Column("MESSAGES", 2), Column("DEAD"), Column("SIZE", 6), Column("LOST", 7), Column("HOST", 8, left=True),
+        Column("SOURCE", 9, left=True),
     )  # fmt: skip
     empty = "no streams under the keys of this keyring"
     return Table("streams", columns, list(rows()), "STREAM", empty, _left_out(network, "streams"))

@@ -58,8 +58,6 @@ function time(seconds) {
 const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
 const sum = (rows, field) => rows.reduce((total, row) => total + (row[field] ?? 0), 0);
 const brief = (id) => (id.length > 12 ? `${id.slice(0, 8)}…` : id);
-const isLate = (stream) => stream.copy_behind || stream.copy_lag_s >= 5; // a copy in the bucket is usually 0.3 s behind
-const copyOf = (stream) => (stream.copy_lag_s == null ? "" : stream.copy_lag_s < 1 && !stream.copy_behind ? "follows" : `${time(stream.copy_lag_s)} behind`);
 const hidden = (value) => (value ? count(value) : ""); // a zero that is not worth a look
 
 // -- elements ---------------------------------------------------------------------------------------------------
@@ -334,9 +332,8 @@ const tables = {
       number("Lag", "lag", count, "of the consumer that is behind most"),
       number("Dead letters", "dead_letters", hidden),
       number("Lost", "lost_messages", hidden, "messages that the store could not record since it started"),
-      column("Copy", (row) => row.copy_lag_s, (row) => copyOf(row), { class: "number", hint: "how far its copy in the bucket is behind" }),
     ],
-    { key: (row) => row.uuid, state: (row) => (row.failed ? "bad" : row.paused || row.dead_letters || isLate(row) ? "warn" : "") },
+    { key: (row) => row.uuid, state: (row) => (row.failed ? "bad" : row.paused || row.dead_letters ? "warn" : "") },
   ),
   consumers: new Table(
     "consumers",

@@ -27,7 +27,6 @@ from relay.store.bucket.history import (
     registrations,
 )
 from relay.store.bucket.loading import NO_OFFSET
-from relay.store.bucket.moved import decided
 from relay.store.bucket.objects import Objects, patient
 from relay.store.bucket.replica import Place, redo
 from relay.store.bucket.sealing import (
@@ -35,7 +34,6 @@ from relay.store.bucket.sealing import (
     Ended,
     Fence,
     Intent,
-    Joining,
     Numbered,
     ObjectDamaged,
     Rows,
@@ -283,18 +281,12 @@ class Check:
         """
         # Not by recursion: a store that restarts often has a long chain of journals.
         stack = [_Walked(name, self._objects_of(name))]
-        joining: set[bytes] = set()
-        """Streams that did not join, or have not yet. What the journal says of them does not count."""
         while stack:
             one = stack[-1]
             if one.content is not None:
                 content, one.content = one.content, None
                 for entry in content.entries:
-                    if isinstance(entry, Joining):
-                        by = await decided(self._objects, self._sealer, entry.token)
-                        joining.difference_update(entry.uuids)
-                        joining.update(entry.uuids if by != one.journal else ())
-                    elif isinstance(entry, Rows | Ended) and entry.uuid not in joining:
+                    if isinstance(entry, Rows | Ended):
                         yield one.journal, one.number, entry
                 continue
             item = await anext(one.rest, None)

@@ -119,7 +119,7 @@ class Checkpoints:
         # Nothing is awaited before: a stream that was created meanwhile would be in no part and before `first`.
         parts = {uuid: each.copied() for uuid, each in logs.items()}
         first = await write_all(writer, parts, self._now_us())
-        self._logs()  # raises if the copy of a stream fell behind meanwhile: then its parts do not fit together
+        self._logs()  # raises if a log was closed meanwhile: then its parts do not fit together
         there = await remaining(self._objects, [*self._deleting, *self._covers])
         covers = [each for each in there if each.journal != writer.journal]
         ours = [each.first for each in there if each.journal == writer.journal]

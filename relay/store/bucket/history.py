@@ -7,7 +7,6 @@ from typing import Final
 
 from relay.store.bucket.objects import BucketError, Objects, each_of, patient
 from relay.store.bucket.sealing import (
-    JOURNALS,
     WINDOW,
     Checkpoint,
     Content,
@@ -43,14 +42,12 @@ class Registration:
         """Which the journal's first object names."""
 
 
-async def registrations(
-    objects: Objects, sealer: Sealer, start: int = 1, folder: str = JOURNALS
-) -> list[Registration]:
+async def registrations(objects: Objects, sealer: Sealer, start: int = 1) -> list[Registration]:
     """Return all journals of the bucket from number `start` on. Raises BucketError, ObjectDamaged."""
     found: list[Registration] = []
     number, ahead = start, AHEAD
     while True:
-        keys = [registration_key(number + index, folder) for index in range(ahead)]
+        keys = [registration_key(number + index) for index in range(ahead)]
         if number > start:
             objects, ahead = patient(objects), MOST_AHEAD
         for key, sealed in await fetch_all(objects, sealer, keys):

@@ -22,10 +22,10 @@ from typing import Final, Protocol
 from iris.core.backoff import Backoff
 from iris.errors import ConfigError, IrisError
 from relay.store.bucket.checkpointing import Checkpoints
+from relay.store.bucket.creating import Creations
 from relay.store.bucket.history import Registration, end_of, registrations, that_hold
-from relay.store.bucket.joining import Joins
 from relay.store.bucket.loading import Loaded, load
-from relay.store.bucket.lookout import FAILOVER_S, UNSEEN_S, Lookout
+from relay.store.bucket.lookout import FAILOVER_S, Lookout
 from relay.store.bucket.moves import Moves
 from relay.store.bucket.objects import BucketError, Objects, probe
 from relay.store.bucket.puts import AGAIN_MAX_S, RETRY_MAX_S, RETRY_MIN_S, Lost, Puts
@@ -55,8 +55,6 @@ TAKE_MAX_S: Final = 60.0
 """Longest pause between two tries to take over from a store: each reads all that it had."""
 CHECKPOINT_BYTES: Final = 64 << 20
 """A checkpoint is written when a journal has more than this, and more than three times what its streams have."""
-CHECK_US: Final = 5_000_000
-"""Pause between two checks whether a journal to which nothing is written is still ours."""
 INTENT_BYTES: Final = 64
 WARN_S: Final = 10.0
 """Pause between two log lines about a bucket that does not answer."""
@@ -136,13 +134,10 @@ class Keeper:
         self._moves = shelf.mover = Moves(
             objects, self._sealer, store, shelf, owner, self._opening, now_us, self._warn
         )
-        self._joins = shelf.joiner = Joins(
-            objects, self._sealer, store, shelf, now_us, self._warn, owner.flush
+        self._creations = shelf.creator = Creations(
+            objects, self._sealer, shelf, now_us, self._warn, owner.flush
         )
-        self._puts = Puts(
-            objects, now_us, self._warn, self._landed, self._lost, name="iris-put", check_us=CHECK_US,
-            lost_text="another store of the bucket has taken over this store's journal",
-        )  # fmt: skip
+        self._puts = Puts(objects, now_us, self._warn, self._landed, self._lost)
         self._warned_s = 0.0
         self._left = ""
         """Why something could not be taken over at the last try."""
@@ -152,17 +147,6 @@ class Keeper:
     def url(self) -> str:
         """Where the bucket is."""
         return self._objects.url
-
-    def wait_s(self, store: bytes) -> float | None:
-        """Return how many more seconds another store must be gone until it counts as gone; None if it can be seen."""
-        return UNSEEN_S if self._lookout is None else self._lookout.wait_s(store)
-
-    async def verify(self) -> None:
-        """Return if the bucket has all that this store has seen there.
-
-        Raises RolledBack, BucketError, ObjectDamaged, ConfigError.
-        """
-        await self._seen.verify(())
 
     def check(self) -> None:
         """Check soon whether our journals are still ours, because this store was away from its relay."""
@@ -178,7 +162,7 @@ class Keeper:
                 group.create_task(self._again(self._seen.keep), name="iris-bucket-seen")
         finally:
             await self._moves.cancel()
-            await self._joins.cancel()
+            await self._creations.cancel()
             await self._puts.cancel()
 
     async def _again(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -238,7 +222,6 @@ class Keeper:
             backoff.succeeded()
             self._own = [writer.journal]
             self._shelf.writer, self._shelf.away = writer, ""
-            self._joins.settle()
             began_us = self._now_us()
             await self._write(writer)
             # Another store holds what this journal had. Begin a new one for what is created now.
@@ -334,7 +317,8 @@ class Keeper:
         if self._writers or len(begun) > 1:
             self._save()  # what is fenced by this journal leads to it, and nothing else does
         taken: dict[str, None] = {}
-        for victim in victims:
+        # An earlier try may have ended journals for this one that `victims` do not name: see Unfenced.
+        for victim in dict.fromkeys((*victims, *self._intents.get(writer.journal, ()))):
             if victim not in known:
                 raise ObjectDamaged(
                     f"bucket {self.url}: journal {victim}, which this store wrote, is missing; "
@@ -385,9 +369,8 @@ class Keeper:
         # A checkpoint covers what names these objects.
         for each in left.values():
             self._shelf.leave(each)
-        self._checkpoints[writer.journal].paused = lambda: bool(
-            any(each.is_open(writer.journal) for each in (self._moves, self._joins))
-            or self._shelf.is_leaving
+        self._checkpoints[writer.journal].paused = lambda: (
+            self._moves.is_open(writer.journal) or self._shelf.is_leaving
         )
         self._moves.inherit(writer, unsettled)
         fields = {"bucket": self.url, "journal": writer.journal, "streams": len(loaded)}

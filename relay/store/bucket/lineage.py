@@ -58,12 +58,6 @@ class Lineages:
             self._away.discard((journal, uuid))
             ours[uuid] = [Run(journal, at, written=True)]
 
-    def begun(self, journal: str, uuids: Iterable[bytes]) -> None:
-        """Note that a journal has these streams from here on: earlier entries of theirs do not count."""
-        for uuid in uuids:
-            self._away.discard((journal, uuid))
-            self.ended(journal, uuid)
-
     def left(self, journal: str, uuids: Iterable[bytes]) -> None:
         """Note that streams have left a journal for another one."""
         for uuid in uuids:

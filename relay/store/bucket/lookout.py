@@ -43,8 +43,6 @@ class Lookout:
         self._visible: set[str] = set()
         self._seen_s: dict[str, float] = {}
         """Address of a store -> when it was seen last; not of those whose streams were taken."""
-        self._last_s: dict[str, float] = {}
-        """The same of all stores that were seen in the last `UNSEEN_S`."""
         self._known: list[Registration] = []
         self._done: set[str] = set()
         """Journals that somebody has taken."""
@@ -59,31 +57,16 @@ class Lookout:
         if visible is None:
             self._began_s = now_s
             self._seen_s = dict.fromkeys(self._seen_s, now_s)
-            self._last_s = dict.fromkeys(self._last_s, now_s)
             return False
         for address in sorted(visible - self._seen_s.keys() - {public_id(self._store).hex()}):
             log.info("store.peer_seen", extra={"fields": {"store": address}})
         self._visible = visible
         self._seen_s |= dict.fromkeys(visible, now_s)
-        self._last_s = {
-            each: at_s for each, at_s in self._last_s.items() if now_s - at_s < UNSEEN_S
-        }
-        self._last_s |= dict.fromkeys(visible, now_s)
         return True
 
     def sees(self, store: bytes) -> bool:
         """Return whether another store, with this key, could be seen when we last looked."""
         return store != self._store and public_id(store).hex() in self._visible
-
-    def wait_s(self, store: bytes) -> float | None:
-        """Return how many more seconds the store with this key must be gone until it counts as gone; 0.0 if it does
-        already, None if it can be seen."""
-        address = public_id(store).hex()
-        if store == self._store or address in self._visible:
-            return None
-        last_s = self._last_s.get(address)
-        until_s = self._began_s + UNSEEN_S if last_s is None else last_s + self._failover_s
-        return max(0.0, until_s - self._now_s)
 
     async def find(self) -> tuple[dict[bytes, list[str]], Set[bytes]]:
         """Return what stores that are gone hold: store -> its journals; and the stores that may hold them meanwhile.

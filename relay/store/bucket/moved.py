@@ -1,5 +1,4 @@
-"""Streams that moved between two journals, or from the disk of a store to its journal: whether that took place, and
-what the new journal got.
+"""Streams that moved between two journals: whether that took place, and what the new journal got.
 
     old journal: ... Released(token)                   no ─► the old journal goes on
     new journal: ......... Taken(token) ── decision ──┤
@@ -8,9 +7,6 @@ what the new journal got.
 Both entries are in the bucket before the new journal's store decides for it. Whoever succeeds one of the journals
 before that decides no. The decision is one object, so there is one answer for all. Until the move is settled the new
 journal does not have what the streams held before, so the old one keeps it.
-
-    journal: ... Joining(token) ... whole stream ... decision: its name ─► the bucket has the stream, from Joining on
-                                                               no ─► the disk has it, and these entries are void
 """
 
 from __future__ import annotations
@@ -27,7 +23,6 @@ from relay.store.bucket.sealing import (
     Ended,
     Entry,
     Intent,
-    Joining,
     ObjectDamaged,
     Released,
     Rows,
@@ -44,7 +39,7 @@ T = TypeVar("T", bound=Content)
 
 
 NO: Final = ""
-"""In the place of a journal: the move or join does not take place."""
+"""In the place of a journal: the move does not take place."""
 
 
 async def decide(objects: Objects, sealer: Sealer, token: str, journal: str) -> str:
@@ -116,7 +111,7 @@ class Chain:
     async def effects(
         self, journal: str, at: At, entry: Entry
     ) -> AsyncIterator[Rows | Ended | Void]:
-        """Yield what an entry of a journal means. A move or join that is not decided does not take place.
+        """Yield what an entry of a journal means. A move that is not decided does not take place.
 
         Raises BucketError, ObjectDamaged.
         """
@@ -129,13 +124,6 @@ class Chain:
                 yield entry
             case Intent(victim):
                 self.lineages.took(journal, at, victim)
-            case Joining(token, uuids):
-                by = await self._by(token)
-                if by != journal:
-                    self.lineages.left(journal, uuids)
-                else:
-                    self.lineages.begun(journal, uuids)
-                    yield Void(uuids)
             case Released(token, uuids):
                 if await self._by(token) != NO:
                     await self._note(entry)
@@ -151,7 +139,7 @@ class Chain:
                             yield effect
 
     async def _by(self, token: str) -> str:
-        """Return which journal has the streams of a move or join, or `NO`."""
+        """Return which journal has the streams of a move, or `NO`."""
         if self._looks:
             return await decided(self._objects, self._sealer, token) or NO
         return await decide(self._objects, self._sealer, token, NO)

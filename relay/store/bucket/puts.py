@@ -26,6 +26,8 @@ AGAIN_MAX_S: Final = 600.0
 """Longest pause until a store that lost its journal begins another one. Two stores with the same `store.key` take each
 other's journals, and each leaves objects in the bucket."""
 TICK_S: Final = 0.01
+CHECK_US: Final = 5_000_000
+"""Pause between two checks whether a journal to which nothing is written is still ours."""
 
 
 class Lost(IrisError):
@@ -37,21 +39,16 @@ class Puts:
 
     def __init__(
         self, objects: Objects, now_us: Callable[[], int], warn: Callable[[Exception], None],
-        landed: Callable[[Writer, Flying], None], lost: Callable[[Lost], None], *, name: str, lost_text: str, check_us: int,
+        landed: Callable[[Writer, Flying], None], lost: Callable[[Lost], None],
     ) -> None:  # fmt: skip
-        """`landed` is called after an object has reached the bucket. `name` is for the tasks.
-
-        `lost` is called when another store has ended a journal that is written: with `lost_text` and the journal's id.
-        That is noticed after `check_us` at the latest, also if nothing is written.
+        """`landed` is called after an object has reached the bucket, `lost` when another store has ended a journal that
+        is written. That is noticed after `CHECK_US` at the latest, also if nothing is written.
         """
         self._objects = objects
         self._now_us = now_us
         self._warn = warn
         self._landed = landed
         self._lost = lost
-        self._name = name
-        self._lost_text = lost_text
-        self._check_us = check_us
         self._checks = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -62,10 +59,10 @@ class Puts:
         pace = Pace(writer, self._now_us)
         while not writer.ended:
             self._start(writer)
-            await pace.wait(checked_us + self._check_us)
+            await pace.wait(checked_us + CHECK_US)
             if not writer.idle:
                 checked_us = self._now_us()
-            elif checks != self._checks or self._now_us() >= checked_us + self._check_us:
+            elif checks != self._checks or self._now_us() >= checked_us + CHECK_US:
                 checks, checked_us = self._checks, self._now_us()
                 await self._check(writer)
 
@@ -111,7 +108,7 @@ class Puts:
         """Start to create what is due, and `again` what an earlier task left."""
         for flying in (*again, *writer.take_off(self._now_us())):
             put = self._put(writer, flying)
-            task = asyncio.get_running_loop().create_task(put, name=self._name)
+            task = asyncio.get_running_loop().create_task(put, name="iris-put")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -157,7 +154,9 @@ class Puts:
             self._end(writer, self._ended(writer))
 
     def _ended(self, writer: Writer) -> Lost:
-        return Lost(f"{self._lost_text} {writer.journal}")
+        return Lost(
+            f"another store of the bucket has taken over this store's journal {writer.journal}"
+        )
 
     def _end(self, writer: Writer, err: Lost) -> None:
         self._lost(err)

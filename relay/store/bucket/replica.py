@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from iris.wire.stream_items import dead_uuid
-from relay.store.batches import PLACE_ROW, PUT_RECORD, REDO_ROWS, Batch, CopiedBatch, Op
+from relay.store.batches import PLACE_ROW, PUT_RECORD, REDO_ROWS, CopiedBatch, Op
 from relay.store.bucket.sealing import Ended, Rows
 from relay.store.bucket.tail import Tail
 from relay.store.bucket.writer import Output, Writer
@@ -65,8 +65,6 @@ class Replica:
     ) -> None:
         """`now_us` is a clock that is never set. `reader` reads what was moved to the bucket."""
         self.uuid = uuid
-        self.joining = False
-        """Whether the stream, which is on the disk, may still join the bucket or stay: that is not decided yet."""
         self.reader = reader
         self.writer = writer
         self.last = 0
@@ -76,11 +74,6 @@ class Replica:
         self._now_us = now_us
         self._redo: deque[tuple[int, bytes]] = deque()
         self._index = 0
-
-    @property
-    def durable(self) -> bool:
-        """Whether the bucket makes writes durable, so the disk need not."""
-        return not self.joining
 
     @property
     def settled(self) -> bool:
@@ -118,8 +111,6 @@ class Replica:
         raw.put(PLACE_ROW, Place(self.writer.journal, number).pack())
 
     def wrote(self, batch: CopiedBatch, next_offset: int) -> None:
-        if self.joining and self.writer.ended:
-            return  # whether the stream has joined is being found out
         self.last = self.writer.add(Rows(self.uuid, batch.ops), batch.size, self._now_us())
         self.tail.wrote(self.last, batch.ops, next_offset)
 
@@ -158,18 +149,6 @@ def _whole(op: Op, database: Database) -> Op | None:
         return op
     value = database.record(op.key)
     return None if value is None else Op(PUT_RECORD, op.key, value)
-
-
-def forget(database: Database, synced: int | None = None) -> None:
-    """Remove what a database knows of its copy, which then must be made again. Raises LogWriteFailed.
-
-    `synced`: return when that is on disk; the log ends at this offset.
-    """
-    if Place.of(database) is not None or any(database.rows(REDO_ROWS)):
-        batch = Batch(database.records_handle)
-        batch.delete_range(REDO_ROWS, REDO_END)
-        batch.delete(PLACE_ROW)
-        database.write(batch, synced or 0, sync=synced is not None)
 
 
 def move(database: Database, place: Place) -> None:

@@ -25,7 +25,6 @@ from msgspec import Meta, Struct
 
 from iris.crypto.keys import GroupKey
 from iris.errors import IrisError
-from iris.wire.orders import SignedOrder
 from relay.store.batches import Op
 
 VERSION: Final = 1
@@ -36,11 +35,6 @@ HASH_BYTES: Final = 32
 NO_HASH: Final = bytes(HASH_BYTES)
 WINDOW: Final = 4
 """A store creates the object `n` of a journal only when all up to `n - WINDOW` are known to be there."""
-
-JOURNALS: Final = "journals"
-"""Where journals of streams in the bucket are registered."""
-COPIES: Final = "copies"
-"""Where journals with copies of `disk` streams are registered. No store takes those of another store."""
 
 Hash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 JournalId = Annotated[str, Meta(min_length=32, max_length=32)]
@@ -70,21 +64,8 @@ class Intent(Struct, frozen=True, array_like=True, tag="intent"):
     victim: JournalId
 
 
-class Begun(Struct, frozen=True, array_like=True, tag="begun"):
-    """A new copy of a `disk` stream begins: what follows of it belongs to that. The earlier one stays until `Whole`."""
-
-    uuid: Annotated[bytes, Meta(min_length=16, max_length=16)]
-
-
-class Whole(Struct, frozen=True, array_like=True, tag="whole"):
-    """The copy that began last is whole, and takes the place of the one before."""
-
-    uuid: Annotated[bytes, Meta(min_length=16, max_length=16)]
-
-
 Token = Annotated[str, Meta(min_length=32, max_length=32)]
-"""32 hex digits, different for each try to move a stream or let it join. The object `decision_key` decides whether
-the try succeeds."""
+"""32 hex digits, random for each try to move a stream. The object `decision_key` decides whether the try succeeds."""
 Uuid = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Uuids = Annotated[list[Uuid], Meta(min_length=1, max_length=2)]
 """The uuid of a stream, and that of its dead letters if it has some."""
@@ -107,16 +88,7 @@ class Taken(Struct, frozen=True, array_like=True, tag="taken"):
     source: JournalId
 
 
-class Joining(Struct, frozen=True, array_like=True, tag="joining"):
-    """A stream of the disk joins the bucket. If join `token` takes place, this journal holds these streams, as it
-    writes them from here on. Otherwise what it writes about them does not count.
-    """
-
-    token: Token
-    uuids: Uuids
-
-
-Entry = Rows | Ended | Intent | Begun | Whole | Released | Taken | Joining
+Entry = Rows | Ended | Intent | Released | Taken
 
 
 class Registered(Struct, frozen=True, tag_field="t", tag="journal"):
@@ -164,10 +136,9 @@ class Checkpoint(Struct, frozen=True, tag_field="t", tag="checkpoint"):
 
 
 class Decision(Struct, frozen=True, tag_field="t", tag="decision"):
-    """Which journal has the streams of a move or join; empty if that does not take place. Whoever creates this object
-    first decides it; see `joined` for joins. The token may also be the uuid of a log. Then `journal` is a random name
-    of the one attempt that may create the log, or, for a log that joins from a disk, it says when and where that log
-    was made."""
+    """Which journal has the streams of a move; empty if the move does not take place. Whoever creates this object first
+    decides it. The token may also be the uuid of a log. Then `journal` is a random name of the one attempt that may
+    create the log."""
 
     journal: Annotated[str, Meta(max_length=32)]
 
@@ -185,30 +156,12 @@ class Ticket(Struct, frozen=True, tag_field="t", tag="ticket"):
     target: bytes
     """Public key of the store that takes the streams."""
     size_bytes: int
-    name: str = ""
-    """Name of the stream; empty if a store of an earlier version has released it."""
-    key_ids: list[bytes] = []
+    name: str
+    key_ids: list[bytes]
     """Keys that the stream is served under."""
 
 
-class Forced(Struct, frozen=True, tag_field="t", tag="forced"):
-    """The store of log `lost` was gone, and log `made` of the store `store` has taken its place. These objects are
-    numbered from 1 for the whole bucket; the first one of a log counts."""
-
-    lost: Uuid
-    made: Uuid
-    store: Annotated[bytes, Meta(min_length=32, max_length=32)]
-    """Public key of the store that makes the new log of a copy of the lost one."""
-    label: Annotated[str, Meta(max_length=255)]
-    """Host of that store."""
-    at_us: int
-    orders: list[SignedOrder]
-    """Orders of key holders to that store to keep the new log."""
-    salt: bytes
-    """What the uuid of the new log was made of."""
-
-
-Content = Forced | Registered | Numbered | Fence | Checkpoint | Decision | Settled | Ticket
+Content = Registered | Numbered | Fence | Checkpoint | Decision | Settled | Ticket
 
 _decode: Final = msgspec.msgpack.Decoder(Content).decode
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -234,14 +187,9 @@ def settled_key(token: str) -> str:
     return f"settled/{token}"
 
 
-def forced_key(number: int) -> str:
-    """Return the object key of the bucket's lost log `number`."""
-    return f"forced/{number:012d}"
-
-
-def registration_key(number: int, folder: str = JOURNALS) -> str:
+def registration_key(number: int) -> str:
     """Return the object key of the bucket's journal `number`."""
-    return f"{folder}/{number:012d}"
+    return f"journals/{number:012d}"
 
 
 def segment_key(uuid: bytes, first: int, random: bytes) -> str:

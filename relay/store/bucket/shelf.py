@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
 
 from msgspec import Struct
 
 from iris.crypto.keys import GroupKey
-from relay.store.bucket.copies import Copies
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.writer import Output, Writer
 from relay.store.errors import Refuse
-from relay.store.log import Log
 from relay.store.moved import Reader
 
 DIRECTORY: Final = "bucket"
@@ -72,51 +70,10 @@ class Mover(Protocol):
     def take(self, sealed: bytes, done: Callable[[Refuse | None], None]) -> None: ...
 
 
-class Candidate(Protocol):
-    """A stream of the disk that is to join the bucket."""
-
-    uuid: bytes
-
-    def logs(self) -> dict[bytes, Log]:
-        """Return the open logs of the stream and of its dead letters: uuid -> log.
-
-        Raises Refuse if the stream was deleted or changed meanwhile; LogError if a log is not open.
-        """
-
-    def flush(self) -> None:
-        """Write and acknowledge what was received so far. Raises LogError."""
-
-    def switch(self, token: str, replicas: Mapping[bytes, Replica]) -> None:
-        """Hold every answer until the bucket has what it says, and stop updating the copy of the stream. Note beside
-        the files that join `token` is about to be decided, and write the new definition of the stream.
-
-        Raises LogError, after which the stream must stay on the disk.
-        """
-
-    def joined(self, token: str) -> list[bytes]:
-        """Note that the stream is in the bucket; return the uuids of its logs."""
-
-    def stayed(self) -> None:
-        """Note that the stream stays on the disk; copy it to the bucket again."""
-
-    def lost(self, reason: str) -> None:
-        """Note that the stream is in the bucket, and that another store has taken it over already."""
-
-    def wanted(self) -> bool:
-        """Return whether somebody still waits for the stream to join."""
-
-    def copied(self, size: int) -> None:
-        """Count `size` more bytes as given to the bucket."""
-
-    def ended(self, refused: Refuse | None) -> None:
-        """Answer the callers that wait: the stream has joined, or `refused` says why not."""
-
-
-class Joiner(Protocol):
-    """Brings streams of the disk into the bucket, and creates streams there; see `relay.store.bucket.joining`."""
+class Creator(Protocol):
+    """Creates streams in the bucket; see `relay.store.bucket.creating`."""
 
     def create(self, uuid: bytes, done: Callable[[Refuse | None], None]) -> None: ...
-    def join(self, candidate: Candidate) -> None: ...
 
 
 class Shelf:
@@ -142,13 +99,8 @@ class Shelf:
         self._taken_us = 0
         self.mover: Mover | None = None
         """Moves streams to other stores; None until the bucket is used."""
-        self.joiner: Joiner | None = None
-        """Brings streams of the disk into the bucket; None until the bucket is used."""
-        self.undecided: dict[bytes, str] = {}
-        """Streams that were joining when this store ended -> token. They are not served until it is known whether
-        they have joined."""
-        self.on_decided: Callable[[bytes, bool], None] = lambda uuid, joined: None
-        """Called when it is known whether a stream has joined."""
+        self.creator: Creator | None = None
+        """Creates streams in the bucket; None until the bucket is used."""
         self.reader: Reader | None = None
         """Reads what was moved to segment objects."""
         self.ending: dict[bytes, Replica] = {}
@@ -156,8 +108,6 @@ class Shelf:
         self.left: list[Left] = []
         """Objects of deleted streams whose deletion is in the bucket."""
         self._now_us = now_us
-        self.copies = Copies(now_us)
-        """Copies in the bucket of streams that are on the store's disk."""
 
     @property
     def public_key(self) -> bytes:
@@ -190,10 +140,6 @@ class Shelf:
     def replica_in(self, uuid: bytes, writer: Writer) -> Replica:
         """Return a copier for a stream that this journal holds already."""
         return self._on(uuid, writer)
-
-    def hold(self, uuids: Iterable[bytes], writer: Writer) -> None:
-        """Note that a journal of ours holds these streams from now on."""
-        self.held.setdefault(writer.journal, set()).update(uuids)
 
     def forget(self, replica: Replica) -> None:
         """Forget a stream that was deleted."""

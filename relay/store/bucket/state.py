@@ -43,8 +43,7 @@ def backlog(shelf: Shelf, streams: Iterable[Stream]) -> Backlog:
 
 def bucket_state(shelf: Shelf, streams: Iterable[Stream]) -> BucketState:
     """Return what a store answers when it is asked about its bucket."""
-    waits, lag = backlog(shelf, streams), shelf.copies.lag()
+    waits = backlog(shelf, streams)
     return BucketState(
         waits.away[:MAX_TEXT], waits.bytes, shelf.not_taken[:MAX_TEXT], min(shelf.taken, MAX_U32), min(shelf.taken_s, MAX_U32),
-        lag.bytes, lag.us, shelf.copies.behind,
     )  # fmt: skip

@@ -23,7 +23,6 @@ from relay.store.bucket.history import (
 )
 from relay.store.bucket.objects import BucketError, Objects
 from relay.store.bucket.sealing import (
-    JOURNALS,
     Covered,
     Fence,
     Intent,
@@ -55,21 +54,21 @@ class Unfenced(IrisError):
 
 
 async def begin(
-    objects: Objects, sealer: Sealer, store: bytes, label: str, now_us: int, folder: str = JOURNALS
+    objects: Objects, sealer: Sealer, store: bytes, label: str, now_us: int
 ) -> tuple[Registration, list[Registration]]:
     """Register a new journal; return it, and all journals that began before it.
 
     Raises BucketError, ObjectDamaged.
     """
     registered = Registered(secrets.token_hex(16), store, label, now_us)
-    earlier = await registrations(objects, sealer, folder=folder)
+    earlier = await registrations(objects, sealer)
     for _ in range(MAX_TRIES):
         number = len(earlier) + 1
-        key = registration_key(number, folder)
+        key = registration_key(number)
         sealed = sealer.seal(key, registered)
         if await objects.create(key, sealed) or await holds(objects, key, sealed):
             return Registration(number, registered, hash_of(sealed)), earlier
-        earlier += await registrations(objects, sealer, number, folder)
+        earlier += await registrations(objects, sealer, number)
     raise AssertionError("unreachable: others cannot register that many journals meanwhile")
 
 

@@ -10,8 +10,6 @@ LIVES = ("tests/unit/relay/store/bucket/test_lives.py",)
 STORES = "tests/unit/relay/store/bucket/test_stores.py"
 KEEPER = "tests/unit/relay/store/bucket/test_keeper.py"
 TIERS = "tests/unit/relay/store/bucket/test_tiers.py"
-FORCING = ("tests/unit/relay/store/bucket/test_forcing.py",)
-JOINS = "tests/unit/relay/store/bucket/test_joins.py"
 SUCCESSION = "tests/unit/relay/store/bucket/test_succession.py"
 MOVES = "tests/unit/relay/store/bucket/test_moves.py"
 OBJECTS = "tests/conformance/test_objects.py"
@@ -124,49 +122,13 @@ SABOTAGES = (
         "nobody serves what a store took and did not finish",
     ),
     Sabotage(
-        "forced-twice",
-        "relay/store/bucket/forced.py",
-        "ForcedList.read",
-        "entry.lost not in self._by_lost",
-        "True",
-        FORCING,
-        "two stores serve the same lost stream",
-    ),
-    Sabotage(
-        "forced-by-a-stranger",
-        "relay/store/bucket/forcing.py",
-        "Forcing._checked",
-        "key_id not in charter.orders",
-        "False",
-        FORCING,
-        "a stream is served under a key that it never had",
-    ),
-    Sabotage(
-        "forced-while-its-store-runs",
-        "relay/store/bucket/lookout.py",
-        "Lookout.wait_s",
-        "store == self._store or address in self._visible",
-        "False",
-        ("tests/unit/relay/store/bucket/test_lookout.py",),
-        "a stream is made again although its store serves it",
-    ),
-    Sabotage(
-        "displaced-and-served",
+        "superseded-and-served",
         "relay/store/calls.py",
         "Calls._stream",
-        "stream.displaced and not _is_of_the_past(incoming.call)",
+        "stream.why_superseded and not _is_of_the_past(incoming.call)",
         "False",
-        ("tests/protocol/test_displaced.py",),
+        ("tests/protocol/test_superseded.py",),
         "two stores take appends to one stream",
-    ),
-    Sabotage(
-        "forced-out-of-order",
-        "relay/store/producers.py",
-        "Producers.judge",
-        "stamp.sequence == stamp.unanswered",
-        "True",
-        FORCING,
-        "an append is skipped that is still under way",
     ),
     Sabotage(
         "bucket-fence-taken-for-ours",
@@ -268,6 +230,17 @@ SABOTAGES = (
         "a fence names an intent that may never be there",
     ),
     Sabotage(
+        "bucket-takeover-forgets-what-it-ended",
+        "relay/store/bucket/keeper.py",
+        "Keeper._open_next",
+        "dict.fromkeys((*victims, *self._intents.get(writer.journal, ())))",
+        "victims",
+        (
+            f"{KEEPER}::test_what_a_store_that_is_gone_was_about_to_take_is_not_lost_when_the_takeover_fails_once",
+        ),
+        "a takeover that is tried again leaves out journals that it has ended",
+    ),
+    Sabotage(
         "bucket-intents-beyond-the-window",
         "relay/store/bucket/puts.py",
         "Puts.land_all",
@@ -296,73 +269,6 @@ SABOTAGES = (
         "False for run in runs",
         (f"{KEEPER}::test_rows_of_a_killed_store_are_dropped_if_it_takes_its_stream_back_at_once",),
         "what a killed store had written is added to what another one wrote meanwhile",
-    ),
-    Sabotage(
-        "bucket-join-decided-early",
-        "relay/store/bucket/joining.py",
-        "Joins._decide",
-        "switched and await self._land(writer)",
-        "switched",
-        (f"{JOINS}::test_nothing_is_decided_before_the_bucket_has_all_of_the_stream",),
-        "a stream joins a bucket that does not have what the disk has acknowledged",
-    ),
-    Sabotage(
-        "bucket-join-and-force",
-        "relay/store/bucket/joined.py",
-        "prevent",
-        "decide(objects, sealer, token, FORCED)",
-        "decide(objects, sealer, token_of(uuid, 0), FORCED)",
-        (
-            f"{JOINS}::test_a_store_that_sleeps_while_a_stream_joins_and_one_that_makes_it_of_its_copy_do_not_both_succeed",
-        ),
-        "a stream joins the bucket and is made again of its copy",
-    ),
-    Sabotage(
-        "bucket-join-ends-its-copy-early",
-        "relay/store/joining.py",
-        "Join.switch",
-        "one.stop_following()",
-        "one.stop_following(); self._catalogue.end_copies(one.uuid)",
-        (f"{JOINS}::test_the_copy_counts_until_it_is_decided_that_a_stream_joins",),
-        "a disk that is lost while its stream joins is lost for good",
-    ),
-    Sabotage(
-        "bucket-joined-and-copied",
-        "relay/store/bucket/joined.py",
-        "has_joined",
-        "by not in (None, FORCED)",
-        "False",
-        (f"{JOINS}::test_a_copy_that_a_store_left_which_had_no_time_to_end_it_does_not_count",),
-        "a copy is offered of a stream that the bucket itself has",
-    ),
-    Sabotage(
-        "forced-letters",
-        "relay/store/bucket/remaking.py",
-        "_readdress",
-        "letter.offset < torn",
-        "True",
-        FORCING,
-        "a dead letter names another message than the one that failed",
-    ),
-    Sabotage(
-        "bucket-join-without-the-disk",
-        "relay/store/bucket/replica.py",
-        "Replica.durable",
-        "not self.joining",
-        "True",
-        (f"{JOINS}::test_nothing_is_decided_before_the_bucket_has_all_of_the_stream",),
-        "a power cut takes what was acknowledged from a stream that stays on the disk",
-    ),
-    Sabotage(
-        "bucket-draft-counts",
-        "relay/store/bucket/moved.py",
-        "Chain.effects",
-        "by != journal",
-        "False",
-        (
-            f"{JOINS}::test_a_stream_that_was_decided_to_stay_is_on_the_disk_and_joins_by_another_try",
-        ),
-        "two stores have a stream that did not join",
     ),
     Sabotage(
         "bucket-segment-deleted-early",
@@ -472,9 +378,9 @@ SABOTAGES = (
     ),
     Sabotage(
         "bucket-created-twice",
-        "relay/store/bucket/joining.py",
-        "Joins._claim",
-        "== by",
+        "relay/store/bucket/creating.py",
+        "Creations._create",
+        "== attempt",
         "is not None",
         ("tests/unit/relay/store/bucket/test_stores.py",),
         "two stores create a stream with one uuid",
@@ -483,8 +389,8 @@ SABOTAGES = (
         "bucket-checkpoint-before-settled",
         "relay/store/bucket/keeper.py",
         "Keeper._open_next",
-        "each.is_open(writer.journal) for each in (self._moves, self._joins)",
-        "each.is_open(writer.journal) for each in (self._joins,)",
+        "self._moves.is_open(writer.journal)",
+        "False",
         (
             f"{STORES}::test_a_journal_that_released_a_stream_has_no_checkpoint_before_the_other_store_has_all_of_it",
         ),
@@ -527,17 +433,6 @@ SABOTAGES = (
         "None",
         (f"{STORES}::test_a_repeated_deletion_is_confirmed_when_the_bucket_knows_of_the_first",),
         "a deletion is confirmed that may still be lost",
-    ),
-    Sabotage(
-        "bucket-copies-without-disk",
-        "relay/store/bucket/copying.py",
-        "Copying._that_are_here",
-        "copied <= here",
-        "True",
-        (
-            f"{STORES}::test_a_store_that_starts_with_its_key_on_an_empty_disk_keeps_the_copies_of_its_streams",
-        ),
-        "a store that has lost its disk deletes the last copies of its streams",
     ),
     Sabotage(
         "bucket-chunk-of-another-object",

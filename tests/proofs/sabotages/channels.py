@@ -9,9 +9,6 @@ ATTACKS = ("tests/protocol/test_store_attacks.py",)
 LYING = (
     "tests/protocol/test_guarding.py", "tests/protocol/test_proving.py", "tests/adversity/test_lying_relay.py", "tests/adversity/test_forging_relay.py",
 )  # fmt: skip
-EARLIER = (
-    "tests/integration/test_partitions.py::test_a_client_of_an_earlier_version_is_told_that_a_stream_has_partitions",
-)
 CHANNEL = ("tests/unit/crypto/test_channel.py",)
 
 SABOTAGES = (
@@ -214,22 +211,15 @@ SABOTAGES = (
         "a store shows one stream as another",
     ),
     Sabotage(
-        "knock-version",
-        "relay/store/calls.py",
-        "Calls._on_knock",
-        "self._stream(incoming).charter.version > call.orders",
-        "False",
-        EARLIER,
-        "a client of an earlier version takes partition 0 for the whole stream",
-    ),
-    Sabotage(
         "knock-again",
         "relay/store/calls.py",
         "Calls._put_in_force",
         "definition.partitions and not old.partitions",
         "False",
-        EARLIER,
-        "a client of an earlier version goes on with partition 0 after the stream has got others",
+        (
+            "tests/integration/test_partitions.py::test_callers_open_other_channels_when_a_stream_gets_its_first_partitions",
+        ),
+        "a client goes on with partition 0 after the stream has got others",
     ),
     Sabotage(
         "retry-idempotent",

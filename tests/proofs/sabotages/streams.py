@@ -59,7 +59,7 @@ SABOTAGES = (
         "producer-order",
         "relay/store/producers.py",
         "Producers.judge",
-        "None if goes_on or lost_some else OutOfOrder(state.last + 1)",
+        "None if stamp.sequence == state.last + 1 else OutOfOrder(state.last + 1)",
         "None",
         MODEL,
         "an append is stored before an earlier one that is still under way",

@@ -2,8 +2,8 @@
 bucket, clients that retry, and a checker that knows only what clients saw.
 
 `loops` has an event loop for each process, `bucket` the bucket, `store` a store as a process, `clients` those who use
-it, `owners` those who move streams of disks by force and let them join, `history` what they saw and the checker, `life`
-all of it together. `python -m support.bucket_lives SEED`, in tests/, replays a life.
+it, `history` what they saw and the checker, `life` all of it together. `python -m support.bucket_lives SEED`, in
+tests/, replays a life.
 """
 
 from __future__ import annotations

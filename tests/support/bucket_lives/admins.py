@@ -1,23 +1,17 @@
-"""Who administers streams in a bucket: moves them, deletes them and creates them again, and writes to one on a disk,
-which is copied.
-"""
+"""Who administers streams in a bucket: moves them, deletes them and creates them again."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 from typing import TYPE_CHECKING, Final
 
 from iris.wire import streams
 from iris.wire.kinds import NO_KEY
-from iris.wire.orders import END, KEEP, MOVE, Definition, SignedOrder
-from iris.wire.streams import NewRecord
-from relay.store.bucket.copies import State
-from support.bucket_lives.clients import END_FIELDS
+from iris.wire.orders import END, KEEP, MOVE, SignedOrder
 from support.bucket_lives.history import Interval
 from support.bucket_lives.plan import StreamPlan
 from support.bucket_lives.store import EPOCH_US, GROUP, Process
-from support.founded import creation, founded
+from support.founded import creation
 from support.keeper import OWNER, order
 
 if TYPE_CHECKING:
@@ -26,17 +20,13 @@ if TYPE_CHECKING:
 TRIES: Final = 8
 QUIET_S: Final = 150.0
 """After this time without faults every stream is served."""
-COPIED: Final = StreamPlan("disk", founded(OWNER, bytes(15) + b"\xdd"), Definition("disk"), 0)
-COPIED_AT: Final = 1
-"""Store with the stream that is copied."""
 
 
 def signed(
-    life: Life, plan: StreamPlan, action: str, store: object, *, revision: int | None = None
+    life: Life, plan: StreamPlan, action: str, store: object, *, revision: int = 1
 ) -> SignedOrder:
     """Return an order of the streams' owner."""
     issued_us = EPOCH_US + life.now_us
-    revision = plan.revision if revision is None else revision
     return order(
         OWNER, plan.definition, action=action, issued_us=issued_us, uuid=plan.uuid, store=store, revision=revision  # type: ignore[arg-type]  # a key of a store or a group
     )  # fmt: skip
@@ -179,81 +169,3 @@ class Deleter:
         life.counts["created again"] += 1
         life.begin_clients(plan, few=True)
         life.streams.append(plan)
-
-
-class Copied:
-    """A stream on the disk of one store, somebody who writes to it, and what the bucket must have of it at least."""
-
-    def __init__(self, life: Life) -> None:
-        self._life = life
-        self.stored: list[bytes] = []
-        """What was acknowledged, by offset. It is sent one after the other, each until it is acknowledged."""
-        self.sent: list[bytes] = []
-        self.floor = 0
-        """Offset up to which the copy had everything when it followed and nothing was missing."""
-
-    async def create(self) -> None:
-        life = self._life
-        process = life.processes[COPIED_AT]
-        first = _order_of_creation(COPIED, process)
-        while True:
-            answer = await life.ask_process(process, process.address, NO_KEY, creation(first))  # fmt: skip
-            if isinstance(answer, streams.Described):
-                return
-
-    async def run(self) -> None:
-        """Write, until the disk is lost."""
-        life, rng = self._life, life_rng(self._life)
-        watching = asyncio.get_running_loop().create_task(self._watch())
-        try:
-            for number in range(rng.randint(10, 40)):
-                await asyncio.sleep(rng.expovariate(1.0))
-                body = f"disk/{number}".encode()
-                self.sent.append(body)
-                record = NewRecord(number, END_FIELDS, body)
-                call = streams.Append(b"d" * 16, [record], b"d" * 16)
-                while not isinstance(answer := await life.ask(COPIED.address, call), streams.Appended):  # fmt: skip
-                    if self._is_away:
-                        return
-                    await asyncio.sleep(0.5)
-                if answer.outcomes[0].status in (streams.STORED, streams.DUPLICATE):
-                    self.stored.append(body)
-            life.counts["copied messages"] += len(self.stored)
-        finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
-
-    @property
-    def _is_away(self) -> bool:
-        """Whether nobody has the stream any more: its disk is lost, or its store stays away."""
-        life = self._life
-        stays = COPIED_AT not in life.processes and life.time.now_s > life.quiet_s
-        return COPIED_AT in life.lost or stays
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(0.5)
-            self.look()
-
-    def look(self) -> bool:
-        """Note what the copy has; return whether it has everything, or the disk is lost."""
-        process = self._life.processes.get(COPIED_AT)
-        stream = None if process is None else process.store.streams.get(COPIED.uuid)
-        if stream is None or stream.log is None or stream.bucket_copy is None:
-            return self._is_away
-        lag = stream.bucket_copy.lag()
-        if stream.bucket_copy.state is not State.FOLLOWING or lag.bytes:
-            return False
-        self.floor = max(self.floor, stream.log.next)
-        return True
-
-
-def life_rng(life: Life) -> random.Random:
-    """Return a source of its own, so that whether there is a copy changes little else."""
-    return random.Random(life.seed ^ 0xD15C)
-
-
-def _order_of_creation(plan: StreamPlan, process: Process) -> SignedOrder:
-    return order(
-        OWNER, plan.definition, issued_us=EPOCH_US, uuid=plan.uuid, store=process.store.key
-    )

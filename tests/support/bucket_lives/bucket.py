@@ -12,15 +12,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-from relay.store.bucket.joined import FORCED
 from relay.store.bucket.objects import BucketError
 from relay.store.bucket.sealing import (
     Checkpoint,
     Decision,
     Ended,
     Fence,
-    Forced,
-    Joining,
     Numbered,
     Registered,
     Released,
@@ -68,8 +65,6 @@ class Bucket:
         """Journal -> the public key of its store."""
         self.excused: set[str] = set()
         """Segment objects that were made so late that their store had given them up: nobody deletes them."""
-        self.forced: set[bytes] = set()
-        """Logs that other logs have taken the place of, whether their stores know it or not."""
         self.deleted: set[str] = set()
         """Keys of objects that were there and were deleted. A request that is late may create one again."""
         self.generation = 0
@@ -78,7 +73,6 @@ class Bucket:
         """Journal -> where its last checkpoint begins."""
         self._moves: dict[str, set[str]] = {}
         """Move that is not over -> journals that take part in it."""
-        self._joins: set[str] = set()
         self._rng = rng
         self._sealer = sealer
         self._counts = counts
@@ -179,8 +173,6 @@ class Bucket:
                     journal in each for each in self._moves.values()
                 )
                 self.fences.setdefault(journal, []).append(fence)
-            case Forced(lost):
-                self.forced.add(lost)
             case Registered(journal, store):
                 self._counts["journals"] += 1
                 self.registered[journal] = store
@@ -192,14 +184,9 @@ class Bucket:
                 for entry in entries:
                     if isinstance(entry, Released | Taken):
                         self._moves.setdefault(entry.token, set()).add(rest.partition("/")[0])
-                    if isinstance(entry, Joining):
-                        self._joins.add(entry.token)
                     self._counts["entries of deletion"] += isinstance(entry, Ended)
-            case Decision(by) if by == FORCED:
-                self._counts["joins prevented"] += 1
-            case Decision(journal):
-                what = "joins" if rest in self._joins else "moves"
-                self._counts[f"{what} that took place" if journal else f"{what} that did not"] += 1
+            case Decision(journal) if rest in self._moves:  # else a log was created
+                self._counts["moves that took place" if journal else "moves that did not"] += 1
                 if not journal:
                     self._moves.pop(rest, None)
             case Settled():

@@ -14,7 +14,7 @@ from iris.wire import consumers, stream_items, streams
 from iris.wire.codec import END
 from iris.wire.stream_items import decode_dead
 from iris.wire.streams import Answer, Call
-from support.bucket_lives.history import GAP, Acked, Chunk, History, Interval, Place, Seen
+from support.bucket_lives.history import Acked, Chunk, History, Interval, Place, Seen
 from support.bucket_lives.plan import StreamPlan
 from support.bucket_lives.store import EPOCH_US
 
@@ -31,11 +31,7 @@ Ask = Callable[[str, Call], Awaitable[Answer | None]]
 
 def body_of(item: stream_items.Item) -> bytes:
     """Return the body of a message, or what stands for a gap or hole."""
-    if isinstance(item, stream_items.Record):
-        return item.body
-    if isinstance(item, stream_items.Gap) and item.count is None:
-        return GAP + item.cause.encode()
-    return repr(item).encode()
+    return item.body if isinstance(item, stream_items.Record) else repr(item).encode()
 
 
 class Client:
@@ -53,10 +49,6 @@ class Client:
         self._counts = counts
         self._id = (f"{stream}/{name}".encode() + bytes(16))[:16]
 
-    def go_on(self, plan: StreamPlan) -> None:
-        """Go on with the stream that has taken the place of a lost one. A call that is under way may still succeed."""
-        self.plan, self.stream = plan, plan.label
-
     def _body(self, number: int) -> bytes:
         """Return the message `number` of this client, and note that it is sent."""
         body = f"{self.stream}/{self.name}/{number}".encode()
@@ -68,10 +60,12 @@ class Client:
         return self._history.tick(), asyncio.get_running_loop().time()
 
     def _acked(
-        self, number: int, body: bytes, offset: int | None, begun: tuple[int, float], stream: str
+        self, number: int, body: bytes, offset: int | None, begun: tuple[int, float]
     ) -> None:
         when = Interval(begun[0], self._history.tick())
-        self._history.acked.append(Acked(stream, self.name, number, body, offset, when, begun[1]))
+        self._history.acked.append(
+            Acked(self.stream, self.name, number, body, offset, when, begun[1])
+        )
 
     async def _pause(self, mean_s: float) -> None:
         await asyncio.sleep(self._rng.expovariate(1 / mean_s))
@@ -94,15 +88,6 @@ class Producer(Client):
         self._ids = ids
         """Message ids instead of numbers."""
         self._mean_s = mean_s
-        self._first = 0
-        """Number of the first message of this producer."""
-        self._known = True
-        """Whether the log has answered with the outcome of some message."""
-        self._renamed = 0
-
-    def go_on(self, plan: StreamPlan) -> None:
-        super().go_on(plan)
-        self._known = False
 
     async def run(self) -> None:
         number = 0
@@ -116,46 +101,28 @@ class Producer(Client):
         bodies = [self._body(number) for number in numbers]
         begun = self._begun()
         while True:
-            stream = self.stream
             answer = await self._call(self._call_with(numbers, bodies))
             if isinstance(answer, streams.Appended):
                 stored = (streams.STORED, streams.DUPLICATE)
                 if all(one.status in stored for one in answer.outcomes):
                     break
-                if not self._known and stream == self.stream and answer.outcomes[0].status == streams.OUT_OF_ORDER:  # fmt: skip
-                    # The copy does not have this producer. Its caller gets an error, and sends again as another one.
-                    self._counts["producers that a copy does not know"] += 1
-                    self._rename(numbers.start)
-                    bodies = [self._body(number) for number in numbers]
-                    begun = self._begun()
-                    continue
                 # A store that does not know yet that another one has taken over may not know the latest numbers.
                 self._counts["appends out of order"] += 1
             await self._pause(TRY_AGAIN_S)
-        self._known = self._known or stream == self.stream
         for number, body, one in zip(numbers, bodies, answer.outcomes, strict=True):
             self._counts["acknowledged"] += 1
             self._counts["acknowledged as duplicates"] += one.status == streams.DUPLICATE
-            self._acked(number, body, one.value, begun, stream)
+            self._acked(number, body, one.value, begun)
 
     def _call_with(self, numbers: range, bodies: list[bytes]) -> Call:
         records = [
             streams.NewRecord(
-                number - self._first, END_FIELDS, body, id_hash=(body + bytes(32))[:32] if self._ids else b""
+                number, END_FIELDS, body, id_hash=(body + bytes(32))[:32] if self._ids else b""
             )
             for number, body in zip(numbers, bodies, strict=True)
         ]  # fmt: skip
         producer = streams.NO_PRODUCER if self._ids else self._id
-        if not self.plan.from_disk or self._ids:
-            return streams.Append(self._id, records, producer)
-        return streams.Append(self._id, records, producer, unanswered=records[0].sequence)
-
-    def _rename(self, first: int) -> None:
-        """Go on as another producer with this number."""
-        self._renamed += 1
-        self._first, self._known = first, True
-        self.name = f"{self.name.partition('.')[0]}.{self._renamed}"
-        self._id = (f"{self.stream}/{self.name}".encode() + bytes(16))[:16]
+        return streams.Append(self._id, records, producer)
 
 
 class Once(Client):
@@ -172,12 +139,12 @@ class Once(Client):
             # Another name for each: one that got no answer may be stored after its successor.
             body = f"{self.stream}/{self.name}.{number}/0".encode()
             self._history.sent[body] = self.stream, f"{self.name}.{number}", 0
-            begun, stream = self._begun(), self.stream
+            begun = self._begun()
             record = streams.NewRecord(0, END_FIELDS, body)
             answer = await self._call(streams.Append(self._id, [record]))
             if isinstance(answer, streams.Appended):
                 self._counts["acknowledged"] += 1
-                self._acked(0, body, answer.outcomes[0].value, begun, stream)
+                self._acked(0, body, answer.outcomes[0].value, begun)
 
 
 class Committer(Client):
@@ -201,14 +168,14 @@ class Committer(Client):
                 await self._stage(batch, attempt, bodies)
                 if self._rng.random() < 0.2:
                     continue  # a worker dies, and another one does its part again
-                stream, committed = await self._commit(batch, attempt, size)
+                committed = await self._commit(batch, attempt, size)
                 if committed is not None:
                     break
             self._counts["committed batches"] += 1
             for index, body in enumerate(bodies):
                 first = committed.first
                 offset = None if first is None else first + index
-                self._acked(number + index, body, offset, begun, stream)
+                self._acked(number + index, body, offset, begun)
             number += size
 
     async def _stage(self, batch: int, attempt: bytes, bodies: list[bytes]) -> None:
@@ -217,18 +184,15 @@ class Committer(Client):
         while not isinstance(await self._call(call), streams.Staged):
             await self._pause(TRY_AGAIN_S)
 
-    async def _commit(
-        self, batch: int, attempt: bytes, size: int
-    ) -> tuple[str, streams.Committed | None]:
-        """Return which stream has answered, and the outcome; None if the records have to be staged again."""
+    async def _commit(self, batch: int, attempt: bytes, size: int) -> streams.Committed | None:
+        """Return the outcome; None if the records have to be staged again."""
         call = streams.Commit(self.name, batch, [streams.Attempt(attempt, size)])
         while True:
-            stream = self.stream
             answer = await self._call(call)
             if isinstance(answer, streams.Committed):
-                return stream, answer
+                return answer
             if isinstance(answer, streams.Refused) and answer.code == "staged":
-                return stream, None
+                return None
             await self._pause(TRY_AGAIN_S)
 
 
@@ -359,12 +323,8 @@ class Redriver(Client):
             if not isinstance(answer, streams.Fetched):
                 return {}
             for item in answer.items:
-                if body_of(item).startswith(GAP):
-                    self._history.lost_letters.add(self.stream)
-                elif isinstance(item, stream_items.Record):
-                    letter = decode_dead(item.body)
-                    if letter.uuid == self.plan.uuid:  # others are of messages that are lost
-                        found[item.offset] = letter.offset
+                if isinstance(item, stream_items.Record):
+                    found[item.offset] = decode_dead(item.body).offset
             at = answer.next
             if at >= answer.high_water:
                 return found

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from iris.wire import consumers, stream_items, streams
 from iris.wire.stream_items import dead_uuid
 from iris.wire.streams import Answer, Call
-from relay.store.bucket.copy_reading import read_copies
 from relay.store.bucket.objects import BucketError
-from relay.store.log import Log
-from relay.store.stream import Stream
-from support.bucket_lives.admins import COPIED
-from support.bucket_lives.bucket import Port
 from support.bucket_lives.clients import CONSUMER, RETENTION, body_of
-from support.bucket_lives.history import GAP, End, judge_older
+from support.bucket_lives.history import End, judge_older
 from support.bucket_lives.plan import StreamPlan
-from support.bucket_lives.store import GROUP, Process, all_records, records
+from support.bucket_lives.store import all_records
 from support.keeper import OWNER
 
 if TYPE_CHECKING:
     from support.bucket_lives.life import Life
 
-T = TypeVar("T")
 SETTLED_S: Final = 600.0
 """Virtual time for everything to be in order after the last fault."""
 
@@ -34,8 +28,8 @@ class Ending:
 
     def __init__(self, life: Life) -> None:
         self._life = life
-        self._older: tuple[int, dict[str, bytes], int] | None = None
-        """(when it was made on the history's clock, copy of the bucket, what it must have of a copied stream)."""
+        self._older: tuple[int, dict[str, bytes]] | None = None
+        """(when it was made on the history's clock, copy of the bucket)."""
 
     async def copy_bucket(self, after_s: float) -> None:
         """Make a copy of the bucket at some time, which is restored at the end."""
@@ -43,8 +37,7 @@ class Ending:
         await asyncio.sleep(after_s)
         while life.bucket.rolled_back:  # noqa: ASYNC110 - virtual time
             await asyncio.sleep(0.5)
-        floor = life.copied.floor if life.copied is not None else 0
-        self._older = life.history.clock, dict(life.bucket.objects), floor
+        self._older = life.history.clock, dict(life.bucket.objects)
 
     async def run(self, others: list[asyncio.Task[None]]) -> None:
         """Wait for all who are done at some time, these `others` among them; then check everything."""
@@ -53,9 +46,6 @@ class Ending:
         for one in (*life.writers, *others):
             one.result()
         await self._until("not every stream has one holder", self._in_order)
-        await self._until("an old log is served", lambda: all(each.displaced for _, each in self._old_logs()))  # fmt: skip
-        for plan in {plan for plan, _ in self._old_logs()}:
-            life.history.ends[plan.label] = await self._whole(plan)
         for one in life.workers:
             one.calm = True
         for redriver in life.redrivers:
@@ -70,8 +60,6 @@ class Ending:
             "a consumer does not reach the end",
             lambda: all(one.floor >= ends[one.stream].next for one in life.workers),
         )
-        if life.copied is not None:
-            await self._until("the copy of a stream does not follow", life.copied.look)
         await self._until("objects that no stream has stay in the bucket", lambda: not self._orphans())  # fmt: skip
         endless = list(life.endless)
         for task in endless:
@@ -105,16 +93,6 @@ class Ending:
             if len(holding) != 1 or holding != serving or not holding[0].settled(plan.uuid):
                 return False
         return True
-
-    def _old_logs(self) -> list[tuple[StreamPlan, Stream]]:
-        """Return the logs of disks that were not lost, whose places others have taken."""
-        return [
-            (plan, stream)
-            for owner in self._life.owners
-            for plan in owner.replaced
-            for process in self._life.processes.values()
-            if (stream := process.store.streams.get(plan.uuid)) is not None
-        ]
 
     def _orphans(self) -> set[str]:
         """Return the segment objects that no stream names."""
@@ -197,7 +175,7 @@ class Ending:
         for plan in life.streams:
             end, there = ends[plan.label], found.get(plan.label)
             oldest = max(end.oldest, there.oldest) if there is not None and plan.limited else 0
-            wanted = [one for one in end.items if one[0] >= oldest and not one[1].startswith(GAP)]
+            wanted = [one for one in end.items if one[0] >= oldest]
             if there is None or [one for one in there.items if one[0] >= oldest] != wanted:
                 has = "nothing" if there is None else f"{len(there.items)} messages"
                 life.breaks(f"{plan.label}: the bucket has {has}, its store had {len(wanted)}")
@@ -206,23 +184,27 @@ class Ending:
                 life.breaks(f"{label}: it was deleted, and is in the bucket")
         if self._older is None:
             return
-        clock, objects, floor = self._older
+        clock, objects = self._older
         life.bucket.generation += 1
         life.bucket.objects = objects
         life.counts["older copies restored"] += 1
-        if life.copied is not None:
-            life.copied.floor = floor
         for text in judge_older(life.history, clock, await self._restore(98)):
             life.breaks(text)
 
     async def _restore(self, number: int) -> dict[str, End]:
-        """Return what the bucket has, by the labels of streams that clients know; and check the copy of a stream."""
+        """Return what the bucket has, by the labels of streams that clients know."""
         life = self._life
         process = life.start(number, runs=False)
         labels = {plan.uuid: plan.label for plan in life.plan.made}
 
         async def restore() -> dict[str, End]:
-            await process.keeper.restore()
+            while True:
+                try:
+                    await process.keeper.restore()
+                except BucketError:  # it does not have all that it should: deletes still arrive
+                    await asyncio.sleep(1)
+                else:
+                    break
             found = {}
             for uuid, stream in process.store.streams.items():
                 if (log := stream.log) is not None and uuid in labels:
@@ -230,37 +212,7 @@ class Ending:
                     found[labels[uuid]] = End(log.oldest, log.next, items)
             return found
 
-        async def copies() -> None:
-            port = Port(life.bucket, process)
-            found = await read_copies(port, GROUP, process.directory / "copies")
-            self._check_copy([records(log) for one in found if (log := Log.open(str(one.path))) and one.uuid == COPIED.uuid])  # fmt: skip
-
-        restored = await self._in(process, restore)
-        if life.copied is not None:
-            await self._in(process, copies)
+        restoring = process.loop.create_task(restore())
+        await self._until("the bucket cannot be restored", restoring.done)
         life.kill(process.number, disk=True)
-        return restored
-
-    async def _in(self, process: Process, work: Callable[[], Any]) -> Any:
-        """Do work in a process, again if the bucket does not have all that it should: deletes still arrive."""
-
-        async def again() -> Any:
-            while True:
-                try:
-                    return await work()
-                except BucketError:
-                    await asyncio.sleep(1)
-
-        working = process.loop.create_task(again())
-        await self._until("the bucket cannot be restored", working.done)
-        return working.result()
-
-    def _check_copy(self, found: list[list[tuple[int, bytes]]]) -> None:
-        copied = self._life.copied
-        assert copied is not None
-        there = found[0] if found else []
-        bodies = [body for _, body in there]
-        if [offset for offset, _ in there] != list(range(len(there))) or bodies != copied.sent[: len(there)]:  # fmt: skip
-            self._life.breaks(f"the copy of a stream has {there}, sent was {copied.sent}")
-        if len(there) < copied.floor:
-            self._life.breaks(f"the copy of a stream ends at {len(there)}, and had everything up to {copied.floor}")  # fmt: skip
+        return restoring.result()

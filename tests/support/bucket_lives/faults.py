@@ -150,10 +150,7 @@ class Faults:
             life.breaks(f"store {number} does not say that the bucket was rolled back")
         if process.shelf.writer is not None:
             life.breaks(f"store {number} goes on in a bucket that was rolled back")
-        if any(
-            one.startswith(("journal", "copies/", "forced/", "decision/"))
-            for one in bucket.objects.keys() - before
-        ):
+        if any(one.startswith(("journal", "decision/")) for one in bucket.objects.keys() - before):
             life.breaks(f"store {number} writes to a bucket that was rolled back")
         life.show("the newer objects are back")
         bucket.generation += 1
@@ -171,5 +168,5 @@ class Faults:
 
 def attach_again(process: Process) -> None:
     """Give a process its relay back."""
-    if process.cut_off and process.began and not process.dead:
+    if process.cut_off and not process.dead:
         process.attach()

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import Final
-
-GAP: Final = b"gap: "
-"""Begins what stands for a gap in the place of a body."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,17 +85,6 @@ class End:
     size_bytes: int = 0
 
 
-@dataclass(slots=True, frozen=True)
-class Replaced:
-    """A log that was made of a copy, in the place of another one that was lost."""
-
-    lost: str
-    gaps: tuple[int, ...]
-    """Where it had gaps of unknown count when it was served first; the last one is the end of the copy."""
-    floor: int = 0
-    """Up to there the copy had everything for sure."""
-
-
 @dataclass(slots=True)
 class History:
     """Everything that clients saw in one life. Streams are named by their labels, which are never used again."""
@@ -115,16 +100,8 @@ class History:
     """(stream, consumer) -> offsets that a worker has reported as finished, whether the report arrived or not."""
     redriven: set[tuple[str, str]] = field(default_factory=set)
     """(stream, consumer) of which dead letters were delivered again: its position may go back."""
-    lost_letters: set[str] = field(default_factory=set)
-    """Streams whose dead letters have a gap: some of messages that a lost log had settled may be missing."""
     letters: dict[tuple[str, str], set[int]] = field(default_factory=dict)
     """(stream, consumer) -> offsets of the messages that are dead letters at the end."""
-    replaced: dict[str, Replaced] = field(default_factory=dict)
-    """Stream -> which lost one it has taken the place of; in that order."""
-    on_disk: set[str] = field(default_factory=set)
-    """Streams that began on a disk."""
-    joined: dict[str, Interval] = field(default_factory=dict)
-    """Those of them that are in the bucket -> when that was confirmed."""
     deleted: dict[str, Interval] = field(default_factory=dict)
     """Stream -> when its deletion was asked for, and confirmed."""
     ends: dict[str, End] = field(default_factory=dict)
@@ -140,7 +117,7 @@ class History:
 
 def judge(history: History) -> list[str]:
     """Return every promise that the history breaks."""
-    broken = _judge_replaced(history)
+    broken: list[str] = []
     witnessed = _witnessed(history, broken)
     for stream, end in history.ends.items():
         broken += _judge_end(history, stream, end)
@@ -159,9 +136,6 @@ def judge_older(history: History, clock: int, found: dict[str, End]) -> list[str
     for one in history.acked:
         gone = history.deleted.get(one.stream)
         if one.when.ended > clock or one.offset is None or (gone and gone.begun <= clock):
-            continue
-        joined = history.joined.get(one.stream)
-        if one.stream in history.on_disk and (joined is None or joined.ended > clock):
             continue
         end = found.get(one.stream)
         if end is None or (one.offset >= end.oldest and dict(end.items).get(one.offset) != one.body):  # fmt: skip
@@ -195,47 +169,7 @@ def _witnessed(history: History, broken: list[str]) -> dict[tuple[str, int], byt
             witness(one.stream, one.offset, one.body, one.writer)
     for seen in history.seen:
         witness(seen.stream, seen.offset, seen.body, seen.worker or "a reader")
-    for stream, one in history.replaced.items():
-        before = _kept_of(history, one)
-        for (lost, offset), body in list(witnessed.items()):
-            if lost == one.lost and offset < before:
-                witness(stream, offset, body, f"the lost {lost}")
     return witnessed
-
-
-def _kept_of(history: History, one: Replaced) -> int:
-    """Return up to which offset a log has the same as the lost one, because both are made of the same copy."""
-    lost = history.replaced.get(one.lost)
-    if lost is None:
-        return one.gaps[0] if one.gaps else 0
-    if len(one.gaps) > len(lost.gaps):
-        return one.gaps[len(lost.gaps)]
-    # The lost log was never copied whole, so an earlier copy was used once more; it may have grown meanwhile.
-    return min(lost.gaps[-1], one.gaps[-1])
-
-
-def _lineage(history: History, stream: str) -> list[str]:
-    """Return a stream and those whose places it has taken."""
-    found = [stream]
-    while (one := history.replaced.get(found[-1])) is not None:
-        found.append(one.lost)
-    return found
-
-
-def _judge_replaced(history: History) -> list[str]:
-    """Check that logs that were made of copies say where the copies end, and that those ends are not too early."""
-    broken = []
-    for stream, one in history.replaced.items():
-        if not one.gaps:
-            broken.append(f"{stream}: it was made of a copy, and has no gap")
-        elif one.floor > one.gaps[-1]:
-            broken.append(f"{stream}: the copy ends at {one.gaps[-1]}, and had everything of {one.lost} up to {one.floor}")  # fmt: skip
-    for stream, end in history.ends.items():
-        there = {offset for offset, body in end.items if body.startswith(GAP)}
-        wanted = set(history.replaced[stream].gaps) if stream in history.replaced else set()
-        if there != wanted:
-            broken.append(f"{stream}: it has gaps at {sorted(there)}, it was made with gaps at {sorted(wanted)}")  # fmt: skip
-    return broken
 
 
 def _judge_end(history: History, stream: str, end: End) -> list[str]:
@@ -244,15 +178,12 @@ def _judge_end(history: History, stream: str, end: End) -> list[str]:
     if [offset for offset, _ in end.items] != list(range(end.oldest, end.next)):
         broken.append(f"{stream}: from {end.oldest} to {end.next} its offsets are {[offset for offset, _ in end.items]}")  # fmt: skip
     for body, count in Counter(body for _, body in end.items).items():
-        if count > 1 and not body.startswith(GAP):
+        if count > 1:
             broken.append(f"{stream}: {body!r} is stored {count} times")
     last: dict[str, int] = {}
-    lineage = _lineage(history, stream)
     for offset, body in end.items:
-        if body.startswith(GAP):
-            continue  # see `_judge_replaced`
         sent = history.sent.get(body)
-        if sent is None or sent[0] not in lineage:
+        if sent is None or sent[0] != stream:
             broken.append(f"{stream}: {body!r} at {offset} was never sent to it")
             continue
         _, writer, number = sent
@@ -351,26 +282,14 @@ def _judge_seen(history: History, witnessed: dict[tuple[str, int], bytes]) -> li
     for seen in history.seen:
         if seen.worker:
             got[seen.stream, seen.worker].add(seen.offset)
-    done = {key: set(offsets) for key, offsets in history.done.items()}
-    for stream, one in history.replaced.items():
-        kept = set(range(_kept_of(history, one)))
-        for lost, consumer in [key for key in got if key[0] == one.lost]:
-            got[stream, consumer] |= got[lost, consumer] & kept
-            done[stream, consumer] = done.get((stream, consumer), set()) | (
-                done.get((lost, consumer), set()) & kept
-            )
     for (stream, consumer), floor in history.final_places.items():
         oldest = history.ends[stream].oldest if stream in history.ends else 0
         letters = history.letters.get((stream, consumer), set())
         wanted = set(range(oldest, floor)) - letters
-        if stream in history.replaced:
-            wanted -= set(history.replaced[stream].gaps)
         if missed := sorted(wanted - got[stream, consumer]):
             broken.append(f"{stream}: {consumer} is at {floor} and never got {missed}")
             continue
-        if stream in history.lost_letters:
-            wanted -= set(range(_kept_of(history, history.replaced[stream])))
-        if skipped := sorted(wanted - done.get((stream, consumer), set())):
+        if skipped := sorted(wanted - history.done.get((stream, consumer), set())):
             broken.append(f"{stream}: {consumer} is at {floor}, and nobody has finished {skipped}")
     return broken
 

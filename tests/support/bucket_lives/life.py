@@ -20,9 +20,9 @@ from iris.wire import streams
 from iris.wire.kinds import NO_KEY
 from iris.wire.streams import Answer, Call
 from relay.store import consumer_calls
-from relay.store.bucket import forcing, joining, moves, objects, succession, tiers
+from relay.store.bucket import creating, moves, objects, succession, tiers
 from relay.store.bucket.sealing import Sealer
-from support.bucket_lives.admins import Copied, Deleter, Mover
+from support.bucket_lives.admins import Deleter, Mover
 from support.bucket_lives.bucket import Bucket
 from support.bucket_lives.clients import (
     Committer,
@@ -36,8 +36,7 @@ from support.bucket_lives.ending import Ending
 from support.bucket_lives.faults import Faults, attach_again
 from support.bucket_lives.history import History, Limits, judge
 from support.bucket_lives.loops import Loops, Stuck, Time
-from support.bucket_lives.owners import Owner
-from support.bucket_lives.plan import ORDERS, Plan, StreamPlan
+from support.bucket_lives.plan import Plan, StreamPlan
 from support.bucket_lives.store import EPOCH_US, GROUP, TICK_S, Process, Request, World, records
 from support.founded import creation
 from support.keeper import OWNER, order
@@ -47,7 +46,7 @@ SHARED_MEMORY: Final = Path("/dev/shm")
 SEGMENT_BYTES: Final = 700
 """Size of the segments of a log that moves old records to the bucket: some records."""
 CHUNK_BYTES: Final = 300
-COUNTED: Final = ("store.took_over", "store.journal_lost", "store.copy_damaged", "store.bucket_rolled_back", "store.stream_arrived", "store.stream_kept", "store.copies_kept")  # fmt: skip
+COUNTED: Final = ("store.took_over", "store.journal_lost", "store.copy_damaged", "store.bucket_rolled_back", "store.stream_arrived", "store.stream_kept")  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -90,17 +89,13 @@ class Life(World):
         self.loops = Loops(self.time)
         self.loop = self.loops.add()
         self.bucket = Bucket(self.loop, rng, Sealer(GROUP, rng.randbytes), self.counts)
-        self.plan = Plan(rng, orders=seed >= ORDERS)
+        self.plan = Plan(rng)
         self.streams = list(self.plan.streams)
         """Those that were created, also those that are about to be deleted."""
-        self.copied = Copied(self) if self.plan.copies else None
-        self.owners = [Owner(self, plan) for plan in self.plan.on_disk]
         self.processes: dict[int, Process] = {}
         """Those that run or sleep, by number."""
         self.down: list[int] = []
         """Those that were killed, and have a disk."""
-        self.lost: set[int] = set()
-        """Those whose disk was lost once."""
         self.starts = 0
         """How many stores were started for the first time."""
         self.hidden: set[tuple[str, str]] = set()
@@ -205,7 +200,7 @@ class Life(World):
         loop = self.loops.add()
         loop.set_exception_handler(self._failed)
         process = self.processes[number] = Process(
-            self, loop, number, self.directory_of(number), failover_s=self._failover_s, runs=runs, copies=self.plan.copies, forces=bool(self.plan.on_disk),
+            self, loop, number, self.directory_of(number), failover_s=self._failover_s, runs=runs,
             checkpoint_bytes=self.checkpoint_bytes, disk_limit=self.plan.disk_limit,
         )  # fmt: skip
         self.counts["starts"] += 1
@@ -225,7 +220,6 @@ class Life(World):
             self.down.append(number)
         else:
             self.counts["disks lost"] += 1
-            self.lost.add(number)
             self._left = {uuid: had for uuid, had in self._left.items() if had[0] != number}
             shutil.rmtree(process.directory)
             if self.rng.random() < 0.3:  # its key was in a backup
@@ -298,17 +292,14 @@ class Life(World):
         finally:
             timer.cancel()
 
-    async def create(self, plan: StreamPlan, process: Process, *, store: Any = GROUP) -> bool:
-        """Create a stream at a store; return False if the store is gone before it is sure.
-
-        The key `store` says whether it is in the bucket or on that store's disk.
-        """
+    async def create(self, plan: StreamPlan, process: Process) -> bool:
+        """Create a stream at a store; return False if the store is gone before it is sure."""
         one = plan.definition
         self.history.limits[plan.label] = Limits(one.max_messages, one.max_bytes, one.max_age_us / 1e6)  # fmt: skip
         issued_us = EPOCH_US + self.now_us
         call = creation(
-            order(OWNER, plan.definition, issued_us=issued_us, uuid=plan.uuid, store=store)
-        )
+            order(OWNER, plan.definition, issued_us=issued_us, uuid=plan.uuid, store=GROUP)  # type: ignore[arg-type]  # the key of the group
+        )  # fmt: skip
         while self.processes.get(process.number) is process:
             answer = await self.ask_process(process, process.address, NO_KEY, call)
             if isinstance(answer, streams.Described):
@@ -318,10 +309,8 @@ class Life(World):
             await asyncio.sleep(0.1)
         return False
 
-    def begin_clients(
-        self, plan: StreamPlan, *, few: bool = False
-    ) -> list[Producer | Once | Committer]:
-        """Start who writes to a stream, reads it and consumes it; return those who write."""
+    def begin_clients(self, plan: StreamPlan, *, few: bool = False) -> None:
+        """Start who writes to a stream, reads it and consumes it."""
         rng = self.rng
         given: tuple[Any, ...] = plan, self.ask, self.history, rng, self.counts
         writers: list[Producer | Once | Committer] = [
@@ -334,11 +323,6 @@ class Life(World):
             if rng.random() < 0.5:
                 writers.append(Committer("batches", *given, count=3, mean_s=5))
         self.writers |= {self.loop.create_task(one.run()): plan for one in writers}
-        self._begin_readers(plan)
-        return writers
-
-    def _begin_readers(self, plan: StreamPlan) -> None:
-        given: tuple[Any, ...] = plan, self.ask, self.history, self.rng, self.counts
         reader, worker = Reader("reader", *given), Worker("worker", *given)
         self.readers.append(reader)
         self.workers.append(worker)
@@ -348,20 +332,11 @@ class Life(World):
             self.redrivers.append(redriver)
             self.endless[self.loop.create_task(redriver.run())] = plan
 
-    def replace(self, lost: StreamPlan, plan: StreamPlan) -> None:
-        """Another stream has taken the place of a lost one: its writers go on there, and others read it."""
-        self._end_readers(lost)
-        self.writers = {task: plan if its is lost else its for task, its in self.writers.items()}
-        self._begin_readers(plan)
-
     def forget(self, plan: StreamPlan) -> None:
-        """A stream was deleted or lost: its clients end."""
+        """A stream was deleted: its clients end."""
         if plan in self.streams:
             self.streams.remove(plan)
         _cancel(plan, self.writers)
-        self._end_readers(plan)
-
-    def _end_readers(self, plan: StreamPlan) -> None:
         _cancel(plan, self.endless)
         self.readers = [one for one in self.readers if one.plan is not plan]
         self.workers = [one for one in self.workers if one.plan is not plan]
@@ -395,10 +370,6 @@ class Life(World):
         for plan in self.streams:
             while not await self.create(plan, rng.choice(list(self.processes.values()))):  # noqa: ASYNC110 - the same
                 await asyncio.sleep(0.1)
-        if self.copied is not None:
-            await self.copied.create()
-        for owner in self.owners:
-            await owner.create()
         self.bucket.faults = faults
         for plan in self.streams:
             self.begin_clients(plan)
@@ -407,10 +378,7 @@ class Life(World):
         admins = [self.loop.create_task(moving)] if moving is not None else []
         if self.plan.keeps_older:
             admins.append(self.loop.create_task(ending.copy_bucket(rng.uniform(5, 40))))
-        others = [Deleter(self).run()] if self.plan.deletes else []
-        others += [self.copied.run()] if self.copied is not None else []
-        others += [owner.run() for owner in self.owners]
-        finite = [self.loop.create_task(one) for one in others]
+        finite = [self.loop.create_task(Deleter(self).run())] if self.plan.deletes else []
         await Faults(self).run(rng.uniform(10, 40))
         for task in admins:
             task.cancel()
@@ -479,8 +447,7 @@ def seeded(life: Life) -> contextlib.AbstractContextManager[None]:
         (succession, "secrets", tokens), (objects, "secrets", tokens), (moves, "secrets", tokens),
         (consumer_calls, "time", SimpleNamespace(monotonic=lambda: life.time.now_s)),
         (tiers, "LEAST_SEGMENT_BYTES", SEGMENT_BYTES), (tiers, "CHUNK_BYTES", CHUNK_BYTES), (tiers, "LOOK_S", TICK_S),
-        (joining, "secrets", tokens), (forcing, "SPARE_BYTES", 0),
-        (forcing, "time", SimpleNamespace(monotonic=lambda: life.time.now_s)),
+        (creating, "secrets", tokens),
     )  # fmt: skip
 
 

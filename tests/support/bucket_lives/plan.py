@@ -12,8 +12,6 @@ from support.founded import founded
 from support.keeper import OWNER
 
 DAY_US: Final = int(86_400e6)
-ORDERS: Final = 1_000_000
-"""First seed of lives in which streams begin on a disk, are moved by force when it is lost, and join the bucket."""
 RECORD_BYTES: Final = 170
 """Size of a record of a life in its log, about."""
 
@@ -28,11 +26,7 @@ class StreamPlan:
         self.max_deliver = max_deliver
         """Deliveries after which a message becomes a dead letter; 0: none does."""
         self.deleted = False
-        """Somebody is about to delete it, or has; or another log has taken its place."""
-        self.from_disk = False
-        """Whether it began on the disk of a store."""
-        self.revision = 1
-        """The number that the next order for it has."""
+        """Somebody is about to delete it, or has."""
 
     @property
     def address(self) -> str:
@@ -49,8 +43,7 @@ class StreamPlan:
 class Plan:
     """What happens in one life."""
 
-    def __init__(self, rng: random.Random, *, orders: bool = False) -> None:
-        """`orders`: some streams begin on a disk."""
+    def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self.made: list[StreamPlan] = []
         """All streams that clients have created or tried to."""
@@ -59,39 +52,11 @@ class Plan:
         self.moves_s = rng.choice((0.0, 1.5, 3.0))
         """Mean pause between two moves; 0: there are none."""
         self.deletes = rng.random() < 0.35
-        self.copies = rng.random() < 0.2
-        """Whether there is a stream on a disk, which is copied to the bucket."""
         self.rolls_back = rng.random() < 0.2
         """Whether the newest objects of the bucket are hidden for a while."""
         self.keeps_older = rng.random() < 0.25
         """Whether an older copy of the bucket is restored, too."""
         self.streams = [self.stream(f"s{number}") for number in range(1, rng.randint(2, 3) + 1)]
-        self.on_disk = [self.from_disk(f"d{one}") for one in range(1, rng.randint(1, 2) + 1)] if orders else []  # fmt: skip
-
-    def from_disk(self, name: str) -> StreamPlan:
-        """Draw a stream that begins on a disk. It keeps everything."""
-        definition = Definition(name, dedup_window_us=DAY_US)
-        return self._made(definition, self._rng.choice((0, 0, 3)))
-
-    def again(self, lost: StreamPlan, uuid: bytes) -> StreamPlan:
-        """Return the stream that takes the place of one that was lost."""
-        lost.deleted = True
-        definition = lost.definition.made_again(lost.uuid)
-        return self._made(definition, lost.max_deliver, uuid)
-
-    def _made(
-        self, definition: Definition, max_deliver: int, uuid: bytes | None = None
-    ) -> StreamPlan:
-        number = len(self.made) + 1
-        plan = StreamPlan(
-            f"{definition.name}.{number}",
-            uuid or founded(OWNER, number.to_bytes(16, "big")),
-            definition,
-            max_deliver,
-        )
-        plan.from_disk = True
-        self.made.append(plan)
-        return plan
 
     def stream(self, name: str) -> StreamPlan:
         """Draw one more stream."""

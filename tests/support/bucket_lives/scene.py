@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 from iris.wire import stream_items, streams
 from iris.wire.kinds import NO_KEY
@@ -22,10 +21,10 @@ from support.keeper import OWNER
 class Scene(Life):
     """What a test plays with. Stores see each other, but for those in `hidden`."""
 
-    def __init__(self, directory: Path, *, disk_limit: int = 0, copies: bool = False) -> None:
+    def __init__(self, directory: Path, *, disk_limit: int = 0) -> None:
         super().__init__(0, directory)
         self.bucket.faults, self.bucket.latency_s = 0.0, 0.01
-        self.plan.disk_limit, self.plan.copies = disk_limit, copies
+        self.plan.disk_limit = disk_limit
         self.streams.clear()
 
     def play(self, script: Callable[[Scene], Awaitable[None]]) -> None:
@@ -40,13 +39,13 @@ class Scene(Life):
         await self.until(lambda: process.shelf.writer is not None)
         return process
 
-    async def stream(self, process: Process, count: int = 0, *, store: Any = GROUP) -> StreamPlan:
-        """Create a stream in the bucket, with `count` messages; on a store's disk, if `store` is its key."""
+    async def stream(self, process: Process, count: int = 0) -> StreamPlan:
+        """Create a stream in the bucket, with `count` messages."""
         number = len(self.streams) + 1
         plan = StreamPlan(
             f"s{number}", founded(OWNER, number.to_bytes(16, "big")), Definition(f"s{number}"), 0
         )
-        order = signed(self, plan, "keep", store, revision=0)
+        order = signed(self, plan, "keep", GROUP, revision=0)
         answer = await self.ask_process(process, process.address, NO_KEY, creation(order))
         assert isinstance(answer, streams.Described), answer
         self.streams.append(plan)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,14 +16,11 @@ from iris.core.conversation import UP
 from iris.crypto.keys import GroupKey, StoreKey
 from iris.wire import frames
 from iris.wire.kinds import Kind
-from iris.wire.orders import Definition
 from iris.wire.streams import Answer, Call, decode_answer
-from relay.store.bucket.copying import Copying
-from relay.store.bucket.forcing import Forcing
 from relay.store.bucket.keeper import Keeper
 from relay.store.bucket.reading import SegmentReader
 from relay.store.bucket.replica import Replica
-from relay.store.bucket.sealing import Forced, Sealer
+from relay.store.bucket.sealing import Sealer
 from relay.store.bucket.shelf import DIRECTORY, Shelf
 from relay.store.bucket.tiers import Tiers
 from relay.store.bucket.writer import Writer
@@ -42,7 +39,6 @@ CACHE_BYTES: Final = 2000
 EPOCH_US: Final = 1_800_000_000_000_000
 """Wall clock at the beginning of a life."""
 GROUP: Final = GroupKey(bytes(32))
-Work = Callable[[], Coroutine[Any, Any, None]]
 _CHANNEL: Final[Any] = object()
 """Every call is authenticated; the session is a stand-in, which seals nothing."""
 
@@ -135,19 +131,15 @@ class Process:
 
     def __init__(
         self, world: World, loop: Loop, number: int, directory: Path, *, failover_s: float, checkpoint_bytes: int,
-        disk_limit: int = 0, copies: bool = False, forces: bool = False, runs: bool = True,
+        disk_limit: int = 0, runs: bool = True,
     ) -> None:  # fmt: skip
-        """`copies`: it copies streams of its disk to the bucket. `forces`: it makes streams of copies, and looks at its
-        start whether this has become of its own. `runs`: it serves; else it only restores."""
+        """`runs`: it serves; else it only restores."""
         self.loop = loop
         self.number = number
         self.directory = directory
         self.dead = False
-        self.cut_off = forces
-        """Its relay is gone, or it has none yet: no client reaches it, and it sees no other store."""
-        self.began = not forces
-        """It knows what became of its streams, so it may have a relay."""
-        self.forcing: Forcing | None = None
+        self.cut_off = False
+        """Its relay is gone: no client reaches it, and it sees no other store."""
         self.wakes: list[Callable[[], None]] = []
         self._world = world
         self._committing = False
@@ -171,38 +163,13 @@ class Process:
         self.shelf = shelf
         if not runs:
             return
-        if not forces:
-            self.attach()
+        self.attach()
         tiers = Tiers(
             objects, Sealer(GROUP, rng.randbytes), disk_limit, self.store.in_bucket, left=shelf.left, now_s=self._now_s,
             entropy=rng.randbytes,
         )  # fmt: skip
-        work: list[Work] = [self.keeper.run, self._tick, tiers.run]
-        if copies or forces:
-            copying = Copying(
-                shelf.copies, objects, GROUP, key.public_key, "", shelf.directory, now_us=self._now_us, wall_us=self._wall_us,
-                checkpoint_bytes=checkpoint_bytes, verify=self.keeper.verify, entropy=rng.randbytes,
-            )  # fmt: skip
-            work.append(copying.run)
-        if forces:
-            loop.create_task(self._begin(self._makes_of_copies(objects, key, rng), work))
-        else:
-            for each in work:
-                loop.create_task(each())
-
-    def _makes_of_copies(self, objects: Port, key: StoreKey, rng: random.Random) -> Forcing:
-        self.forcing = self.store.calls.forced.forcer = Forcing(
-            objects, GROUP, key.public_key, str(self.number), self.directory, self.store.catalogue.directory, self,
-            wait_s=self.keeper.wait_s, wall_us=self._wall_us, verify=self.keeper.verify, entropy=rng.randbytes,
-        )  # fmt: skip
-        return self.forcing
-
-    async def _begin(self, forcing: Forcing, work: list[Work]) -> None:
-        await forcing.first_check()
-        for each in (*work, forcing.run):
-            self.loop.create_task(each())
-        self.began = True
-        self.attach()
+        for work in (self.keeper.run, self._tick, tiers.run):
+            loop.create_task(work())
 
     # -- what the process asks for -----------------------------------------------------------------------------
 
@@ -270,23 +237,6 @@ class Process:
     def flush(self) -> None:
         self._flush()
 
-    # -- the owner of what makes streams of copies -----------------------------------------------------------------
-
-    def check_forced(self, definition: Definition, key_ids: Collection[bytes], uuid: bytes) -> None:
-        self.store.catalogue.check_forced(definition, key_ids, uuid)
-
-    def has(self, uuid: bytes) -> bool:
-        return uuid in self.store.streams
-
-    def bring(self, uuid: bytes, then: Callable[[str], None]) -> None:
-        self._update_time()
-        self.store.bring(uuid, then)
-        self._flush()
-
-    def displace(self, entry: Forced) -> None:
-        self.store.catalogue.displace(entry)
-        self._flush()
-
     # -- what happens to it --------------------------------------------------------------------------------------
 
     def attach(self) -> None:
@@ -295,8 +245,6 @@ class Process:
         self.cut_off = False
         self.store.attached(self.session, first=True)  # type: ignore[arg-type]  # a stand-in
         self.keeper.check()
-        if self.forcing is not None:
-            self.forcing.check()
 
     def detach(self) -> None:
         """Its relay is gone."""
@@ -335,7 +283,7 @@ class Process:
         left = {}
         for stream in self.store.streams.values():
             if stream.log is not None:
-                if stream.replica is not None and not stream.joining:
+                if stream.replica is not None:
                     left[stream.uuid] = (stream.replica.writer.journal, records(stream.log))
                 stream.log.close()
         return left

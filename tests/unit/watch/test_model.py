@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from msgspec import structs
 
 from iris.describing import Description, HandlerInfo
 from iris.streams.listing import StreamInfo
@@ -405,29 +404,6 @@ def test_streams_have_rates_lag_and_dead_letters() -> None:
     assert slow.why == ["lag of 24 messages, growing by 7.0 a second"]
     kept = seen.look(report())
     assert kept.streams == network.streams, "stores were not asked this time"
-
-
-@pytest.mark.parametrize(
-    ("lag", "why"),
-    [
-        ((10, 0.2, False), []),
-        ((10, 7.0, False), ["its copy in the bucket is 10 bytes and 7 s behind"]),
-        (
-            (1000, 0.5, True),
-            ["its copy in the bucket is 1,000 bytes and 0 s behind; the store copies the stream again when the bucket is fast enough"],
-        ),
-    ],
-)  # fmt: skip
-def test_a_copy_in_a_bucket_that_is_late_is_slow_and_one_that_follows_is_not(
-    lag: tuple[int, float, bool], why: list[str]
-) -> None:
-    size, late_s, behind = lag
-    answer = stream("log", 9, 9)
-    late = structs.replace(answer.info, copy_lag_bytes=size, copy_lag_s=late_s, copy_behind=behind)
-    network = Seen().look(report(), streams=[StreamAnswer(late, [])])
-    (log,) = network.streams
-    assert (log.copy_lag_bytes, log.copy_lag_s, log.copy_behind) == lag
-    assert [each.why for each in reasons(network, "copy")] == [why] * bool(why)
 
 
 def test_a_consumer_without_workers_is_told() -> None:

@@ -1,6 +1,4 @@
-"""Bodies of calls and orders: what an older side wrote is read, what it reads of ours is what it knows, and bad
-ones are refused.
-"""
+"""Bodies of calls and orders come back as they were, and bad ones are refused."""
 
 from __future__ import annotations
 
@@ -8,11 +6,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from msgspec import Struct, structs
+from msgspec import structs
 
 from iris.errors import ConfigError, DecodeError, InvalidName
 from iris.wire import streams
-from iris.wire.orders import Definition, Order, Origin, check_definition, decode_order
+from iris.wire.orders import Definition, Order, Origin, Replaced, check_definition, decode_order
 from iris.wire.stream_items import Gap, Hole, Record
 from iris.wire.streams import Copied, Copy
 
@@ -21,41 +19,18 @@ ORIGIN = Origin(UUID, "orders", topic="orders.>")
 COPY = Definition("orders-eu", max_bytes=7, mirror=UUID.hex(), origins=(ORIGIN,))
 
 
-class OldDefinition(Struct, frozen=True):
-    """As it was before there were copies."""
-
-    name: str
-    topic: str = ""
-    cluster: str = ""
-    max_bytes: int = 0
-    max_messages: int = 0
-    max_age_us: int = 0
-    compact: bool = False
-    paused: bool = False
-
-
-class OldOrder(Struct, frozen=True):
-    action: str
-    uuid: bytes
-    key_id: bytes
-    store: bytes
-    issued_us: int
-    definition: OldDefinition
-    version: int = 1
-
-
-def test_an_order_from_before_there_were_copies_is_read() -> None:
-    old = OldOrder("keep", UUID, UUID, bytes(32), 5, OldDefinition("orders", "orders.>"))
-    found = decode_order(msgspec.msgpack.encode(old))
-    assert found == Order("keep", UUID, UUID, bytes(32), 5, Definition("orders", "orders.>"))
-    assert found.definition.key_uuid(UUID) == UUID
-    assert (found.definition.mirror, found.definition.origins) == ("", ())
-
-
-def test_an_older_side_reads_a_copy_as_a_stream_that_records_nothing() -> None:
-    order = Order("keep", UUID, UUID, bytes(32), 5, COPY)
-    found = msgspec.msgpack.decode(streams.encode(order), type=OldOrder)
-    assert found.definition == OldDefinition("orders-eu", max_bytes=7)
+@pytest.mark.parametrize("where", ["order", "definition", "origins", "replaces"])
+def test_an_order_with_a_field_that_is_not_known_is_refused_and_the_field_is_named(
+    where: str,
+) -> None:
+    copy = structs.replace(COPY, replaces=Replaced(UUID))
+    said = msgspec.msgpack.decode(streams.encode(Order("keep", UUID, UUID, bytes(32), 5, copy)))
+    definition = said["definition"]
+    {
+        "order": said, "definition": definition, "origins": definition["origins"][0], "replaces": definition["replaces"],
+    }[where]["colour"] = "blue"  # fmt: skip
+    with pytest.raises(DecodeError, match="unknown field `colour`"):
+        decode_order(msgspec.msgpack.encode(said))
 
 
 def test_an_order_of_a_copy_comes_back_as_it_was() -> None:

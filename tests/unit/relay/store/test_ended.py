@@ -31,7 +31,7 @@ def test_only_marks_that_are_no_longer_needed_make_room(tmp_path: Path) -> None:
     ended = Ended(tmp_path, most=3)
     for number in range(3):
         ended.add(uuid(number), now_us + number)
-    with pytest.raises(Refuse, match="3 streams left the disk within 20 minutes") as refused:
+    with pytest.raises(Refuse, match="3 streams were deleted within 20 minutes") as refused:
         ended.add(uuid(3), now_us + NEEDED_US - 1)
     assert refused.value.code == "full"
     assert uuid(3) not in ended

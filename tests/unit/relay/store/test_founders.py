@@ -82,7 +82,7 @@ def test_the_founder_brings_its_other_keys_in_and_each_of_them_counts(another: K
     second = countersigned(OWNER, order(SECOND))
     assert isinstance(another.create(order(), second), Described)
     charter = another.store.streams[UUID].charter
-    assert (charter.roots, set(charter.admitted)) == ((OWNER.key_id,), {SECOND.key_id})
+    assert (charter.founder, set(charter.admitted)) == (OWNER.key_id, {SECOND.key_id})
     another.restart()
     assert set(another.store.streams[UUID].orders) == {OWNER.key_id, SECOND.key_id}
     end = order(SECOND, action=END, revision=1)

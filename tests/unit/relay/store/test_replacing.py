@@ -83,9 +83,9 @@ def test_only_an_order_of_a_key_of_the_stream_supersedes_it(keeper: Keeper, what
     said = keeper.ask(Supersede([wrong]))
     assert isinstance(said, Refused)
     assert said.code == "order"
-    assert not keeper.store.streams[UUID].displaced
+    assert not keeper.store.streams[UUID].why_superseded
     assert isinstance(keeper.ask(Supersede([shown(replaced(1))])), Described)
-    assert keeper.store.streams[UUID].displaced
+    assert keeper.store.streams[UUID].why_superseded
 
 
 def test_a_stream_that_was_changed_since_is_not_superseded(keeper: Keeper) -> None:
@@ -209,7 +209,7 @@ def test_a_copy_that_is_to_replace_its_source_has_no_consumers_of_its_own(tmp_pa
         (b"vspark", bytes(44)),
         (b"t" + bytes(40), bytes(100)),
         (b"u\x05spark" + bytes(32), bytes(20)),
-        (b"f", bytes(7)),
+        (b"l", bytes(7)),
         (b"l", bytes(9)),
         (b"n", bytes(8)),  # the end of the log is not state
         (b"i", b"identity"),

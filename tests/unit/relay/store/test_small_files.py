@@ -11,7 +11,6 @@ import pytest
 
 from iris.crypto.keys import GroupKey
 from iris.errors import ConfigError
-from relay.store import displacing, join_notes
 from relay.store.bucket.directory import Directory
 from relay.store.bucket.sealing import Sealer
 from relay.store.bucket.seen import SEEN_FILE, Seen
@@ -56,19 +55,10 @@ def test_it_is_not_read(tmp_path: Path, harm: Harm) -> None:
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_each_reader_names_the_file(tmp_path: Path, harm: Harm) -> None:
+def test_a_mark_that_cannot_be_read_names_the_file(tmp_path: Path, harm: Harm) -> None:
     said = harm(tmp_path / MARK_NAME)
     with pytest.raises(LogDamaged, match=f"its file {MARK_NAME} cannot be read: {said}"):
         read_mark(str(tmp_path))
-
-    log = tmp_path / "log"
-    harm(Path(f"{log}{displacing.SUFFIX}"))
-    assert f"the file {log}{displacing.SUFFIX}, which says where, cannot be read: {said}" in displacing.read(str(log))  # fmt: skip
-
-    note = tmp_path / f"{bytes(16).hex()}{join_notes.SUFFIX}"
-    harm(note)
-    with pytest.raises(ConfigError, match=f"data: {note} is damaged: {said}; restore it"):
-        join_notes.find(tmp_path)
 
 
 @pytest.mark.parametrize("harm", HARMS)

@@ -996,6 +996,34 @@ def test_what_a_store_that_is_gone_was_about_to_take_is_not_lost_when_its_fence_
     run(main())
 
 
+def test_what_a_store_that_is_gone_was_about_to_take_is_not_lost_when_the_takeover_fails_once(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        objects, owner = Scripted(), Owner({address(1), address(3)})
+        await killed_with(objects, tmp_path / "first", 1, STREAM)
+        victim = (await registrations(objects, SEALER))[-1].registered.journal
+        await intends(objects, 2, victim)
+        failed: list[float] = []
+
+        async def fault(what: str, key: str) -> None:
+            await asyncio.sleep(0.001)
+            is_fenced = journal_key(victim, 2) in objects.objects
+            if is_fenced and (what, key) == ("get", journal_key(victim, 1)):
+                failed.append(asyncio.get_running_loop().time())
+                if failed[-1] < failed[0] + 30:
+                    raise BucketError("bucket memory: no answer")
+
+        objects.fault = fault
+        ours, _ = keeper(objects, tmp_path / "ours", 3, owner)
+        async with running(ours):
+            assert numbers_in(await served_by(owner)) == [1]
+        owner.close()
+        assert failed, "nothing failed"
+
+    run(main())
+
+
 def test_a_store_takes_its_own_journal_again_if_one_that_is_gone_was_about_to_take_it(
     tmp_path: Path,
 ) -> None:

@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 from support.bucket_lives import Outcome, live
 from support.bucket_lives.history import (
-    GAP,
     Acked,
     Chunk,
     End,
@@ -15,16 +14,14 @@ from support.bucket_lives.history import (
     Interval,
     Limits,
     Place,
-    Replaced,
     Seen,
     judge,
     judge_older,
 )
-from support.bucket_lives.plan import ORDERS
 
-SEEDS = (*range(1, 11), 12, 14, 17, 18, *(ORDERS + one for one in (5, 6, 9, 12)))
-"""17 because it notices a sabotage that the others do not."""
-NEEDED = ("acknowledged", "checkpoints", "fences", "kills", "disks lost", "pauses", "reopened after a kill", "moves settled", "segment objects deleted", "deleted streams", "redriven", "older copies restored", "joins that took place", "moves by force")  # fmt: skip
+SEEDS = (*range(1, 11), 32, 38)
+"""32 and 38 because each notices a sabotage that the others do not."""
+NEEDED = ("acknowledged", "checkpoints", "fences", "kills", "disks lost", "pauses", "reopened after a kill", "moves settled", "segment objects deleted", "deleted streams", "redriven", "older copies restored")  # fmt: skip
 
 _counts: Counter[str] = Counter()
 _lived: dict[int, Outcome] = {}
@@ -38,9 +35,8 @@ def test_a_life_breaks_no_promise(seed: int) -> None:
     _lived[seed] = outcome
 
 
-@pytest.mark.parametrize("seed", [3, ORDERS + 12])
-def test_two_lives_of_one_seed_are_the_same(seed: int) -> None:
-    first, second = _lived.get(seed) or live(seed), live(seed)
+def test_two_lives_of_one_seed_are_the_same() -> None:
+    first, second = _lived.get(3) or live(3), live(3)
     assert first == second
     assert all(first.counts[what] for what in ("acknowledged", "read", "delivered"))
 
@@ -167,58 +163,6 @@ def test_the_checker_notices_what_an_older_copy_of_the_bucket_must_have() -> Non
     assert any("has b'x' at 0" in one for one in judge_older(made, 0, {"s": End(0, 1, [(0, b"x")])}))  # fmt: skip
     made.deleted["s"] = Interval(5, 6)
     assert any("was deleted before" in one for one in judge_older(made, 7, {"s": end}))
-
-
-def replaced() -> History:
-    """Return a history in which a log takes the place of `s`, whose copy ended at 1."""
-    made = history()
-    made.on_disk |= {"s", "t"}
-    del made.ends["s"], made.final_places["s", "workers"]
-    made.replaced["t"] = Replaced("s", (1,), 1)
-    made.sent[b"c"] = "t", "p", 2
-    made.acked.append(Acked("t", "p", 2, b"c", 2, Interval(made.tick(), made.tick())))
-    made.final_places["t", "workers"] = 2
-    made.ends["t"] = End(0, 3, [(0, b"a"), (1, GAP), (2, b"c")])
-    return made
-
-
-def test_the_checker_accepts_a_loss_behind_the_end_of_a_copy() -> None:
-    assert judge(replaced()) == []
-
-
-@pytest.mark.parametrize(
-    ("items", "one", "says"),
-    [
-        ([b"b", GAP, b"c"], Replaced("s", (1,)), "the lost s saw b'a' at 0"),
-        ([b"a", b"b", GAP, b"c"], Replaced("s", (2,)), "is at 3"),
-        ([b"a", b"c"], Replaced("s", ()), "has no gap"),
-        ([b"a", GAP, b"c"], Replaced("s", (1,), 2), "the copy ends at 1, and had everything of s up to 2"),
-        ([b"a", b"b", b"c"], Replaced("s", (1,)), "it has gaps at []"),
-        ([b"a", GAP, b"x"], Replaced("s", (1,)), "never sent"),
-    ],
-)  # fmt: skip
-def test_the_checker_notices_what_a_move_by_force_must_not_do(
-    items: list[bytes], one: Replaced, says: str
-) -> None:
-    made = replaced()
-    made.replaced["t"] = one
-    made.ends["t"] = End(0, len(items), list(enumerate(items)))
-    broken_by(made, says)
-
-
-def test_the_checker_notices_what_a_worker_of_a_lost_log_did_not_finish() -> None:
-    made = replaced()
-    made.done["s", "workers"] = {1}
-    broken_by(made, "nobody has finished [0]")
-
-
-def test_an_older_copy_of_the_bucket_has_what_a_stream_had_when_it_had_joined() -> None:
-    made = history()
-    made.on_disk.add("s")
-    assert judge_older(made, 4, {}) == []
-    made.joined["s"] = Interval(made.tick(), made.tick())
-    assert judge_older(made, made.clock - 1, {}) == []
-    assert any("does not have b'b'" in one for one in judge_older(made, made.clock, {}))
 
 
 def test_the_lives_had_everything_in_them() -> None:

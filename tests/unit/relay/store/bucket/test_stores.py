@@ -1,5 +1,5 @@
-"""Whole stores over one bucket in virtual time: what becomes of streams that are deleted, moved or copied when a store
-dies at the wrong moment.
+"""Whole stores over one bucket in virtual time: what becomes of streams that are deleted or moved when a store dies at
+the wrong moment.
 """
 
 from __future__ import annotations
@@ -9,19 +9,16 @@ import itertools
 from pathlib import Path
 
 import pytest
-from support.bucket_lives.bucket import Port
 from support.bucket_lives.plan import StreamPlan
 from support.bucket_lives.scene import Scene
-from support.bucket_lives.store import EPOCH_US, GROUP, Process, records
+from support.bucket_lives.store import EPOCH_US, GROUP
 from support.founded import creation, founded
 from support.keeper import OWNER, order
 
 from iris.wire import consumers, stream_items, streams
 from iris.wire.kinds import NO_KEY
 from iris.wire.orders import Definition
-from relay.store.bucket.copy_reading import read_copies
 from relay.store.bucket.sealing import decision_key
-from relay.store.log import Log
 
 
 def decisions(scene: Scene) -> set[str]:
@@ -237,72 +234,6 @@ async def pass_on(scene: Scene, plan: StreamPlan, *numbers: int) -> None:
     assert await scene.numbers(plan) == before
 
 
-async def copies(scene: Scene, process: Process) -> list[int]:
-    """Return how many messages each copy in the bucket has."""
-    port = Port(scene.bucket, process)
-    working = process.loop.create_task(read_copies(port, GROUP, process.directory / "read"))
-    await scene.until(working.done)
-    logs = [Log.open(str(one.path)) for one in working.result()]
-    found = [len(records(log)) for log in logs]
-    for log in logs:
-        log.close()
-    return found
-
-
-def test_a_store_that_starts_with_its_key_on_an_empty_disk_keeps_the_copies_of_its_streams(
-    tmp_path: Path,
-) -> None:
-    async def main(scene: Scene) -> None:
-        process = await scene.opened(1)
-        plan = await scene.stream(process, 5, store=process.store.key)
-        copy = process.store.streams[plan.uuid].bucket_copy
-        assert copy is not None
-        await scene.until(lambda: not copy.lag().behind and not copy.lag().bytes)
-        scene.kill(1, disk=False)
-        process = await scene.opened(1)
-        await scene.stream(process, 3, store=process.store.key)
-        await asyncio.sleep(10)
-        assert sorted(await copies(scene, process)) == [3, 5]
-
-    Scene(tmp_path, copies=True).play(main)
-
-
-def test_a_store_whose_state_of_the_bucket_was_removed_goes_on_with_its_copies(
-    tmp_path: Path,
-) -> None:
-    async def main(scene: Scene) -> None:
-        process = await scene.opened(1)
-        plan = await scene.stream(process, 5, store=process.store.key)
-        copy = process.store.streams[plan.uuid].bucket_copy
-        assert copy is not None
-        await scene.until(lambda: not copy.lag().behind and not copy.lag().bytes)
-        scene.kill(1, disk=True)
-        (process.directory / "bucket" / "copies.json").unlink()
-        process = await scene.opened(1)
-        await scene.append(plan, 5)
-        await asyncio.sleep(10)
-        assert await copies(scene, process) == [6]
-        assert scene.counts["store.copies_kept"] == 0
-
-    Scene(tmp_path, copies=True).play(main)
-
-
-def test_a_store_writes_no_copies_to_a_bucket_that_was_rolled_back(tmp_path: Path) -> None:
-    async def main(scene: Scene) -> None:
-        process = await scene.opened(1)
-        older = dict(scene.bucket.objects)
-        await scene.stream(process, 5)
-        await asyncio.sleep(5)
-        scene.kill(1, disk=True)
-        newer, scene.bucket.objects = scene.bucket.objects, older
-        scene.start(1)
-        await asyncio.sleep(20)
-        assert scene.counts["store.bucket_rolled_back"]
-        assert not [key for key in older.keys() - newer.keys() if key.startswith("copies/")]
-
-    Scene(tmp_path, copies=True).play(main)
-
-
 @pytest.mark.parametrize("had_letters", [False, True])
 def test_a_dead_letter_is_there_after_a_kill_before_the_bucket_knew_of_it(
     tmp_path: Path, had_letters: bool
@@ -410,24 +341,3 @@ def test_a_create_is_refused_while_the_bucket_is_away_and_succeeds_later(tmp_pat
         assert process.holds(plan.uuid)
 
     Scene(tmp_path).play(main)
-
-
-def test_of_two_streams_on_disks_with_one_uuid_one_joins_the_bucket(tmp_path: Path) -> None:
-    async def main(scene: Scene) -> None:
-        both = [await scene.opened(number) for number in (1, 2)]
-        plan = StreamPlan("s1", founded(OWNER, bytes(16)), Definition("s1"), 0)
-        for process in both:
-            assert await scene.create(plan, process, store=process.store.key)
-        answers = []
-        for process in both:
-            signed = order(
-                OWNER, plan.definition, issued_us=EPOCH_US + scene.now_us, uuid=plan.uuid, store=GROUP, revision=1  # type: ignore[arg-type]  # the same
-            )  # fmt: skip
-            call = streams.Change([signed])
-            answers.append(await scene.ask_process(process, plan.address, OWNER.key_id, call, 60))
-        assert isinstance(answers[0], streams.Described)
-        assert isinstance(answers[1], streams.Refused)
-        assert answers[1].code == "exists"
-        assert [one.holds(plan.uuid) for one in both] == [True, False]
-
-    Scene(tmp_path, copies=True).play(main)
