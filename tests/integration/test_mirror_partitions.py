@@ -143,14 +143,17 @@ async def test_a_cut_that_was_decided_is_shown_by_the_next_mirror(
 
     with monkeypatch.context() as patched:
         calls = 0
+        shown = asyncio.Event()
         show = Mirror._show_cut
 
         async def second(self: Mirror, cut: Any) -> None:
             nonlocal calls
             calls += 1
             if calls == 2:
+                await shown.wait()  # or the error would cancel the first one
                 raise StreamError(self.source, "killed here")
             await show(self, cut)
+            shown.set()
 
         patched.setattr(Mirror, "_show_cut", second)
         with pytest.raises(StreamError, match="killed here"):
