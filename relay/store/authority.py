@@ -146,7 +146,7 @@ class Authority:
             _check_fresh(order, now_us)
         _check_fixed_fields(charter, definition)
         if definition.name != charter.definition.name:
-            _check_all_sign(charter, orders, "a copy can take the name of its source")
+            _check_all_sign(charter, orders)
         return Charter({**charter.orders, **orders}, charter.founder, admitted, charter.salt)
 
     def supersede(self, charter: Charter, signed: Sequence[SignedOrder], uuid: bytes) -> Charter:
@@ -326,13 +326,13 @@ def _check_countersigned(key_id: bytes, one: SignedOrder, keys: Container[bytes]
         raise Refuse("order", detail)
 
 
-def _check_all_sign(charter: Charter, orders: _Signed, what: str) -> None:
+def _check_all_sign(charter: Charter, orders: _Signed) -> None:
     """Raise Refuse unless every key of the stream signs."""
     if missing := [key_id.hex()[:8] for key_id in charter.orders if key_id not in orders]:
         raise Refuse(
             "order",
-            f"{what} only if all its keys sign the order, and {', '.join(missing)} did not; use a keyring that has all "
-            "keys of the stream",
+            f"a mirror can take the name of its source only if all its keys sign the order, and {', '.join(missing)} did not; "
+            "use a keyring that has all keys of the stream",
         )
 
 

@@ -206,7 +206,7 @@ class Catalogue:
         if dead_stream is None:
             replica = None
             if stream.replica is not None and self.shelf is not None:
-                replica = self.shelf.replica_beside(uuid, stream.replica)
+                replica = self.shelf.replica_in(uuid, stream.replica.writer)
             stored = encode_definition_file(DefinitionFile(parent=stream.uuid))
             dead_stream = self.make(uuid, stored, replica=replica)
             dead_stream.dead = True

@@ -131,15 +131,12 @@ class Shelf:
                 "leaving",
                 self.away or f"the store lost its journal in the bucket {self.url}; try again",
             )
-        return self._on(uuid, self.writer)
-
-    def replica_beside(self, uuid: bytes, other: Replica) -> Replica:
-        """Return a copier for a log that always moves together with another one."""
-        return self._on(uuid, other.writer)
+        return self.replica_in(uuid, self.writer)
 
     def replica_in(self, uuid: bytes, writer: Writer) -> Replica:
-        """Return a copier for a stream that this journal holds already."""
-        return self._on(uuid, writer)
+        """Return a copier for a stream that this journal holds already, or that moves together with one of those."""
+        self.held.setdefault(writer.journal, set()).add(uuid)
+        return Replica(uuid, writer, self._now_us, self.reader)
 
     def forget(self, replica: Replica) -> None:
         """Forget a stream that was deleted."""
@@ -168,7 +165,3 @@ class Shelf:
     def make_directory(self) -> None:
         """Make the directory of the logs. Raises OSError."""
         self.directory.mkdir(mode=0o700, exist_ok=True)
-
-    def _on(self, uuid: bytes, writer: Writer) -> Replica:
-        self.held.setdefault(writer.journal, set()).add(uuid)
-        return Replica(uuid, writer, self._now_us, self.reader)
