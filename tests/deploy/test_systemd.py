@@ -200,7 +200,7 @@ async def test_the_unit_of_a_mirror_copies_what_its_file_names(root: Path) -> No
                 )  # fmt: skip
             try:
                 async with asyncio.timeout(PATIENCE_S):
-                    while b"copied 1, next 1, lag 0" not in (root / "log-mirror").read_bytes():
+                    while b"copied 1, end 1, lag 0" not in (root / "log-mirror").read_bytes():
                         assert process.poll() is None, (root / "log-mirror").read_text()
                         await asyncio.sleep(0.02)
                 info = await client.streams.describe("copy")
