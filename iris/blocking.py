@@ -572,21 +572,24 @@ class Items(OneProcess, Iterator[T]):
                     raise
                 return self._left()
             following = self._next
+            # An interrupted wait has another limit. A new one has this limit, and takes nothing after it.
+            if begun and not concurrent.futures.wait((following,), left_s).done:
+                raise iterating.Late
             try:
-                # An interrupted wait has another limit. A new one has this limit, and takes nothing after it.
-                return following.result(left_s if begun else None)
+                item = following.result()
             except (StopAsyncIteration, concurrent.futures.CancelledError):
+                self._next = None
                 raise StopIteration from None
             except iterating.Late:
+                self._next = None
                 if until_s is not None and time.monotonic() >= until_s:
                     raise
-            except TimeoutError:
-                if following.done():
-                    raise
-                raise iterating.Late from None
-            finally:
-                if following.done():
-                    self._next = None
+            except Exception:  # an interrupt is none: then the next call waits for the same item
+                self._next = None
+                raise
+            else:
+                self._next = None
+                return item
 
     def __del__(self) -> None:
         if self._next is not None and self._client._unusable is not _FORKED:

@@ -126,7 +126,11 @@ class Attendance:
         if self._loops.get(id) is not loop:
             return
         del self._loops[id]
-        for store in [store for store, via in self._via.items() if via == id]:
+        self._give_up(id)
+
+    def _give_up(self, id: bytes, *, but: bytes = b"") -> None:
+        """The loop of a worker does not renew at stores, `but` one: others that it kept begin loops of their own."""
+        for store in [store for store, via in self._via.items() if via == id and store != but]:
             del self._via[store]
             for other in [other for other, at in self._kept.items() if at == store]:
                 del self._kept[other]
@@ -142,6 +146,7 @@ class Attendance:
             try:
                 answer = await self._ask(stream, uuid, call)
             except (RequestError, StreamError):
+                self._give_up(id)
                 await asyncio.sleep(random.uniform(PAUSE_S, 2 * PAUSE_S))
                 continue  # the worker's own calls raise what is wrong
             except IrisError:
@@ -161,6 +166,7 @@ class Attendance:
 
     def _answered(self, id: bytes, answer: Attended) -> bool:
         """Note the places at a store; return whether the loop of worker `id` goes on."""
+        self._give_up(id, but=answer.store)  # its log has moved
         places = {placed.worker: placed.place for placed in answer.places}
         before = [worker for worker, at in self._kept.items() if at == answer.store]
         for each in {*before, *places, id}:

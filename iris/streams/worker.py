@@ -180,6 +180,8 @@ class Worker:
             except BaseException:
                 self._batch_task = None
                 raise
+            if self._batch_task is not task:
+                continue  # another worker is active now, and gets these messages
             self._batch_task = None
             if messages:
                 if not self.waiting:

@@ -213,6 +213,10 @@ class Advertiser:
         if self.leaving:
             sites, clusters, site_topics = [], [], []
         store, advertised = self._store_state(), self._advertised_store
+        if self._changes and advertised[0]:
+            store = (
+                advertised  # a store that has started has streams, and others must know these first
+            )
         self._advertised_store = starting, failed = store
         for frame in self.journal.changes(
             int(store != advertised), joined=joined, left=left, topics=topics, sites=sites, clusters=clusters,

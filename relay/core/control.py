@@ -507,6 +507,8 @@ class SessionControl:
                     self._report(session, status, TOO_LONG)
                     return
                 yield
+                if session.closed:
+                    return
             session.control(frames.Report(status.id, str(document)))
         finally:  # also if the session ends meanwhile
             self._reports -= 1

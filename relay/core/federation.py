@@ -246,7 +246,7 @@ class Federation:
             self._flush_us = now_us + WAN_GATHER_US
         elif now_us >= self._flush_us:
             self._flush(PORTION)
-            if self._ours is not None and self._ours.waiting:
+            if self._ours is not None and self._ours.waiting and not self.leaving:
                 self._flush_us = now_us + GATHER_US
         for wan in self._sites.wans.values():
             if wan.snapshot_due_us and now_us >= wan.snapshot_due_us:

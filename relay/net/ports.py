@@ -376,6 +376,7 @@ class ConnectionPort(asyncio.BufferedProtocol):
         self._budget.released(self._queued_bytes)
         self._budget.ended(self)
         self._queued_bytes = 0
+        self._driver.settle()  # what is freed in parts has a deadline
 
     # -- Port ------------------------------------------------------------------------------------------------
 

@@ -548,10 +548,8 @@ class Calls:
 
     def _on_attend(self, incoming: IncomingCall, call: Attend) -> None:
         self._consumer_calls(incoming)
-        if self._registration.leaving and call.wait_ms:
-            raise Refuse("leaving", "the relay is stopping")
         incoming.gate = None  # a place is not in the bucket
-        self.leases.attend(incoming, call)
+        self.leases.attend(incoming, call, wait=not self._registration.leaving)
 
     def _on_hand_over(self, incoming: IncomingCall, call: HandOver) -> None:
         consumers = self._consumer_calls(incoming)

@@ -123,6 +123,9 @@ class ConsumerCalls:
         consumer = self._consumer(call, now_us)
         over: list[bytes] = []
         if lease is not None:
+            if ended := consumer.expire_line(now_us):  # also if the worker finds no place
+                self._taken_out(consumer, ended)
+                self._after_settle(consumer, now_us)
             over = consumer.join(call.worker, lease, call.label, now_us, was_active=call.was_active)
             self._taken_out(consumer, over)
         waiting = self._waiting.setdefault(call.consumer, [])
@@ -157,6 +160,9 @@ class ConsumerCalls:
             self._refuse_settling(consumer, incoming, call, now_us)
             return
         consumer.line.renew(worker, self._clock.awake_us)
+        if not (consumer.settings.shared or call.gone or consumer.line.active):
+            # It was active before this store opened the log, and is busy: it asks for messages later.
+            consumer.line.hold(self._clock.awake_us + LEASE_US)
         work: list[Callable[[], int]] = [
             partial(consumer.ack, worker, r.first, r.next, now_us) for r in call.done
         ]

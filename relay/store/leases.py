@@ -36,8 +36,8 @@ class Leases:
         lease.renew(self._clock.awake_us)
         return lease
 
-    def attend(self, incoming: IncomingCall, call: Attend) -> None:
-        """Renew a lease; answer when a place of it changes, or when the wait is over."""
+    def attend(self, incoming: IncomingCall, call: Attend, *, wait: bool = True) -> None:
+        """Renew a lease; answer when a place of it changes, or when the wait is over, without `wait` at once."""
         self._answer_waiting(call.lease)
         lease = self._leases.get(call.lease)
         if lease is None:
@@ -45,7 +45,7 @@ class Leases:
             return
         lease.renew(self._clock.awake_us)
         self._waiting[call.lease] = (incoming, self._clock.awake_us + 1000 * call.wait_ms)
-        if lease.changed or not call.wait_ms:
+        if lease.changed or not call.wait_ms or not wait:
             self._answer_waiting(call.lease)
 
     def tend(self) -> None:

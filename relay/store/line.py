@@ -2,8 +2,9 @@
 
     join ─► at the end ─► first: active ─► leave, hand_over, or its lease ends ─► the next one is active
 
-A worker keeps its place as long as its lease is renewed. One lease is of all workers of a client at a store. If no
-lease in a line is in force, the first worker keeps its place: there is nobody to replace it.
+A worker keeps its place as long as its lease is renewed. One lease is of all workers of a client at a store. If
+nobody renews, the first worker keeps its place: others would be no better, and it is the store or a relay that stands
+still.
 
 Nothing here outlives the store's process. When a log is opened, the worker that was active before has `LEASE_US` to
 come back, before the first of the others becomes active.
@@ -19,6 +20,8 @@ from iris.wire.consumers import MAX_PLACES
 
 LEASE_US: Final = 4_000_000
 """A lease that was not renewed for this long has ended. Clients renew it every second."""
+FRESH_US: Final = 2_000_000
+"""A lease that was renewed in this time is of a client that can be reached: it missed one renewal at most."""
 RETURN_US: Final = 1_000_000
 """What is left of a lease when the relay says that its client's connection is lost: the client may come back."""
 MAX_LINE: Final = 64
@@ -150,11 +153,13 @@ class Line:
     def expire(self, awake_us: int) -> list[bytes]:
         """Take workers out whose lease has ended, and return them.
 
-        If no lease is in force, the first worker stays.
+        The first one stays if nobody else has renewed a lease in `FRESH_US`.
         """
         over = [place for place in self if place.lease.until_us <= awake_us]
-        if over and len(over) == len(self._places):
-            del over[0]
+        if over and over[0] is next(iter(self)):
+            fresh_us = awake_us + LEASE_US - FRESH_US
+            if not any(place.lease.until_us > fresh_us for place in self):
+                del over[0]
         for place in over:
             self.leave(place.worker, awake_us)
         self._advance(awake_us)

@@ -6,28 +6,18 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import pytest
-from msgspec import Meta, Struct, structs
 
 from iris.crypto.keys import ClusterKey
 from iris.errors import MessageTooLarge, OffsetConflict, StreamError
-from iris.streams.signed_orders import Founding, orders_to_create
 from iris.testing import LocalCluster
-from iris.wire.orders import Definition, decode_order
 from relay.store import ids as ids_module
 from relay.store import stream as stream_module
 from relay.store.ids import Ids
 
 KEY = ClusterKey(bytes(range(32)))
-
-
-class OrderOfOne(Struct, frozen=True):
-    """What a store of version 1 reads of an order."""
-
-    version: Annotated[int, Meta(ge=1, le=1)] = 1
 
 
 def ids_of(cluster: Any) -> Ids:
@@ -187,22 +177,3 @@ async def test_a_pause_of_recording_says_what_it_loses(setting: Any) -> None:
     async with client.streams.read("orders", follow=False) as reader:
         assert [m.payload async for m in reader] == [b"0", b"1"]
         assert [gap.cause for gap in reader.gaps] == ["it was paused"]
-
-
-def test_only_definitions_that_older_stores_would_not_keep_to_have_a_version_that_they_refuse() -> (
-    None
-):
-    plain = Definition("orders")
-    older = msgspec.msgpack.Decoder(OrderOfOne)
-    for definition, version in (
-        (plain, 1),
-        (structs.replace(plain, consuming_paused=True), 2),
-        (structs.replace(plain, dedup_window_us=1), 2),
-    ):
-        (signed,) = orders_to_create(definition, Founding([KEY]), bytes(32))
-        assert decode_order(signed.order).version == version
-        if version == 1:
-            assert older.decode(signed.order).version == 1
-        else:
-            with pytest.raises(msgspec.ValidationError, match="<= 1"):
-                older.decode(signed.order)

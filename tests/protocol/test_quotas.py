@@ -15,7 +15,7 @@ from iris.membership import Watcher
 from iris.wire import frames, link_frames
 from iris.wire.codec import END, HOP, decode_control, encode_control
 from iris.wire.frames import Serving
-from iris.wire.kinds import Cause, Kind
+from iris.wire.kinds import NEVER_US, Cause, Kind
 from iris.wire.link_frames import MemberEntry, TopicEntry
 from relay.core import advertiser
 from relay.core import calls as calls_module
@@ -129,6 +129,38 @@ def test_changes_of_one_session_are_sent_in_portions_and_who_settles_waits_for_t
     net.run()
     assert [entry.name for entry in there.copy.members.values()] == ["stays"]
     assert net.router.advertiser.journal.version == sent + 2
+
+
+def test_that_a_store_has_started_is_told_after_its_members(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a call for a stream whose member is not known yet would fail, and not wait."""
+    monkeypatch.setattr(advertiser, "PORTION", 8)
+    net = Network(relays=2)
+    there = net.link(0, 1)[1].link
+    net.router.advertiser.set_store(starting=True, failed="", now_us=net.router.now_us)
+    net.run()
+    assert there.copy.starting
+    party = Party(net.router)
+    assert not any(party.join(f"many{number}") for number in range(20))
+    net.router.advertiser.set_store(starting=False, failed="", now_us=net.router.now_us)
+    known = []
+    for _ in range(3):
+        net._advance(advertiser.GATHER_US)
+        net._move()
+        known.append((len(there.copy.members), there.copy.starting))
+    assert known == [(8, True), (16, True), (20, False)]
+
+
+def test_a_gateway_that_stops_waits_for_nothing_that_it_will_not_send() -> None:
+    net = Sites("ams", "ber")
+    net.connect(0, 1)
+    party = Party(net.router)
+    net.router.federation.leave()
+    assert not any(party.join(f"many{number}") for number in range(20))
+    net.router.federation.expire(net.router.now_us)
+    net.router.federation.expire(net.router.now_us + federation_module.WAN_GATHER_US)
+    assert net.router.federation.deadline_us == NEVER_US
 
 
 def test_the_portion_of_a_member_counts_each_of_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
