@@ -67,6 +67,8 @@ class Runs:
     ) -> None:
         """Handle the calls of a frame of `neighbor` one by one; in parts if each has to look at many members."""
         work = self._in_parts(neighbor, frames, now_us)
+        if route is not None:
+            self._calls.resolve(route)  # or it would seem to have no members
         if route is not None and len(route.loads) > LOOKED_AT:
             work = self._in_parts(neighbor, list(frames), now_us)  # of their own
             neighbor.unfinished = work

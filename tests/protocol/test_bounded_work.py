@@ -524,9 +524,13 @@ def test_a_run_of_calls_to_many_members_is_dispatched_in_parts() -> None:
     caller.port.out.clear()
     port.asked = 0
     late_us = router.now_us + 1_000_000
-    for deadline_us in (late_us, 0):  # without a deadline, each of its calls is routed for itself
+    declare(caller, 9, "db", Kind.REQUEST)
+    # Without a deadline, each of its calls is routed for itself, and under a new alias nothing was looked up yet.
+    for alias, deadline_us in ((0, late_us), (0, 0), (9, 0)):
         calls = [b"x"] * 50
-        frame = bytearray(call_run(0, 0, 100, deadline_us, END.pack(0, 0, len(calls), 0), calls))
+        frame = bytearray(
+            call_run(alias, 0, 100, deadline_us, END.pack(0, 0, len(calls), 0), calls)
+        )
         router.entry(caller.session)(memoryview(frame), 0, len(frame))
         frame[:] = bytes(len(frame))  # it was borrowed
         assert len(caller.received(frames.Fail)) <= 1

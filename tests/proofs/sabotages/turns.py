@@ -13,6 +13,15 @@ WEB = ("tests/integration/test_web_attacks.py",)
 
 SABOTAGES: tuple[Sabotage, ...] = (
     Sabotage(
+        "calls-one-by-one-at-once",
+        "relay/core/runs.py",
+        "Runs._handle_singly",
+        "self._calls.resolve(route)",
+        "None",
+        WORK,
+        "the first calls under a new alias look at many members in one go",
+    ),
+    Sabotage(
         "questions-of-the-lost",
         "relay/net/sessions.py",
         "SessionPort._unanswered",
