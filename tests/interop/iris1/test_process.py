@@ -79,6 +79,7 @@ async def test_programs_of_both_kinds_talk_and_sigterm_ends_it_cleanly(
 ) -> None:
     process = start("--listen", "127.0.0.1:0")
     port = await asyncio.to_thread(process.port)
+    await asyncio.to_thread(wait_until, lambda: process.lines("bridge.no_authentication"))
     assert process.lines("bridge.no_authentication")[0]["level"] == "WARNING"
     service = iris.Service("ours")
     begun, released = asyncio.Event(), asyncio.Event()
