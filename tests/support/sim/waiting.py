@@ -166,9 +166,10 @@ class SimPublisher:
     def _stalled(self, turn: int) -> None:
         """Send the next message without credit, because it has waited for `STALL_US`."""
         session = self._owner.session
-        if turn != self._turn or not self._since_us or session.closed or session.leaving:
+        if turn != self._turn or not self._since_us:
             return
-        if not session.relay.alive:  # the relay ended without a goodbye, so no credit can come
+        if session.closed or session.leaving or not session.relay.alive:
+            # No credit can come; see `pump`.
             self.queue.clear()
             self._since_us = 0
             return
