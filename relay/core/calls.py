@@ -43,7 +43,7 @@ from relay.core.balance import pick
 from relay.core.direct import DirectTunnels
 from relay.core.heads import call_head
 from relay.core.interest import Interest
-from relay.core.leaving import Leaving
+from relay.core.leaving import Leaving, was_told
 from relay.core.limits import Limits
 from relay.core.link import Link
 from relay.core.mesh import Mesh
@@ -447,7 +447,7 @@ class Calls:
             self.accounts.refused += 1
             self.surveys.finish_part(dispatched, self.surveys.unanswered(dispatched))
             return
-        given_up = dispatched.given_up
+        given_up, told = dispatched.given_up, was_told(dispatched, hop)
         self.release(dispatched, hop)
         if dispatched.load.kind == Kind.TUNNEL_OPEN:
             self.tunnels.refused(dispatched, neighbor, hop)
@@ -462,6 +462,7 @@ class Calls:
         if reason in (Refusal.FULL, Refusal.LEAVING):
             deadline_us, route = dispatched.deadline_us, dispatched.route
             in_time = not deadline_us or deadline_us > self._now_us
+            in_time = in_time and not told
             if in_time and self._dispatch_to_best(dispatched, buf, start, end):
                 dispatched.waits = True
                 dispatched.origin.pending += 1

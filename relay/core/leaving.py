@@ -121,6 +121,8 @@ class Leaving:
                     if (dispatched := neighbor.in_flight.get(hop)) is not None
                     and _has_left(dispatched, neighbor, hop, left, down, lost)
                 ]
+                for hop in hops:
+                    _note(neighbor.in_flight[hop], hop)
                 self.notified += len(hops)
                 for first in range(0, len(hops), MAX_CREDIT):
                     neighbor.control(CallerLeft(hops[first : first + MAX_CREDIT]))
@@ -148,6 +150,18 @@ class Leaving:
             self.expire(now_us)
         else:
             self.due_us = min(self.due_us, self._rest_until_us)
+
+
+def was_told(dispatched: Dispatched, hop: int) -> bool:
+    """Return whether the holder of a call was told that its caller has left, so that nobody else needs to get it."""
+    return hop in getattr(dispatched, "told", ())
+
+
+def _note(dispatched: Dispatched, hop: int) -> None:
+    if hasattr(dispatched, "told"):
+        dispatched.told.add(hop)
+    else:
+        dispatched.told = {hop}
 
 
 def _has_left(

@@ -327,7 +327,7 @@ class Dispatched:
     """A request, push, survey or tunnel opening in flight at a member or another relay."""
 
     __slots__ = (
-        "attempts", "behind", "deadline_us", "hop", "load", "origin", "roster", "route", "share", "size", "survey", "tried", "until_us", "waits",
+        "attempts", "behind", "deadline_us", "hop", "load", "origin", "roster", "route", "share", "size", "survey", "told", "tried", "until_us", "waits",
     )  # fmt: skip
     count = 1
     """Number of calls in it."""
@@ -345,6 +345,8 @@ class Dispatched:
         self.tried: list[Load] = []
         """Loads that refused it."""
         self.survey: Survey | None = None
+        self.told: set[int]
+        """Our hop ids of its calls whose holder was told that the caller has left; unset if there are none."""
         self.roster: list[str]
         """The members to which the relay behind a link dispatched this survey."""
         self.behind: Sequence[str]

@@ -16,6 +16,7 @@ from iris.wire.runs import counted, lengths, read_calls, single_calls
 from relay.core.balance import pick
 from relay.core.calls import COUNTED, MAX_ATTEMPTS, Calls
 from relay.core.heads import run_head
+from relay.core.leaving import was_told
 from relay.core.link import Link
 from relay.core.neighbor import Dispatched, DispatchedRun, Load, Neighbor, Route
 
@@ -188,6 +189,7 @@ class Runs:
             )
             and dispatched.deadline_us > now_us
             and not dispatched.origin.closed
+            and not any(was_told(dispatched, hop + n) for n in range(len(sizes)))
             and dispatched.attempts < MAX_ATTEMPTS
             and calls.is_served(dispatched.route, now_us)
         )

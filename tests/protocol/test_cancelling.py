@@ -5,15 +5,18 @@ from __future__ import annotations
 import random
 
 import pytest
-from protocol.kit import Answers, Host, Network, Result, Service
+from protocol.kit import KEY, Answers, Host, Network, Result, Service
+from protocol.test_quotas import Party
 from protocol.test_sites import Sites
 
 from iris.core.interfaces import Delivery
 from iris.core.requests import Pending
 from iris.errors import RequestTimeout
 from iris.wire import frames
-from iris.wire.codec import encode_control
+from iris.wire.codec import END, FLAGS_AT, KIND_AT, encode_control
 from iris.wire.frames import CallerLeft
+from iris.wire.kinds import FLAG_REFUSED, Kind, Refusal
+from iris.wire.runs import call_run
 from relay.core.leaving import REST_US
 from relay.core.limits import Limits
 from relay.core.link import SUSPENDED_US
@@ -366,3 +369,30 @@ def test_whatever_crosses_whatever_the_accounts_balance(relays: int, seed: int) 
     net.run()
     assert sum(len(neighbor.in_flight) for neighbor in net.router.neighbors.values()) == 0
     net.check()
+
+
+@pytest.mark.parametrize("count", [1, 3], ids=["a call", "a run of calls"])
+def test_a_call_whose_holder_was_told_and_then_refuses_it_is_offered_to_nobody_else(
+    count: int,
+) -> None:
+    router = Network().router
+    caller, first, second = (Party(router) for _ in range(3))
+    serving: dict[int, frames.Serving] = {int(Kind.REQUEST): frames.Serving(8, 1 << 20, True)}
+    first.ask(lambda number: frames.Join(number, "db", first.keys, serving))
+    caller.say(frames.Declare(0, Kind.REQUEST, "db", KEY.key_id, bytes(16)))
+    deadline_us = router.now_us + 10_000_000
+    caller.say(call_run(0, 0, 100, deadline_us, END.pack(0, 0, 1, 0), [b"x" * 16] * count))
+    (dispatched,) = [bytearray(frame) for frame in first.port.out if frame[KIND_AT] >= Kind.REQUEST]
+    second.ask(lambda number: frames.Join(number, "db", second.keys, serving))
+    caller.say(CallerLeft([100]))
+    router.now_us += REST_US
+    router.expire()
+    assert len(first.received(CallerLeft)) == 1
+    dispatched[FLAGS_AT] = FLAG_REFUSED | Refusal.LEAVING << 4
+    first.say(bytes(dispatched))
+    offered = [frame for frame in second.port.out if frame[KIND_AT] >= Kind.REQUEST]
+    assert len(offered) == count - 1  # those whose callers wait
+    assert [fail.hop for fail in caller.received(frames.Fail)] == [100]
+    for party in (caller, first, second):
+        router.session_down(party.session)
+    assert router.accounts.balance() == 0

@@ -38,6 +38,15 @@ ONE_MEMBER = ("tests/protocol/test_one_member.py",)
 
 SABOTAGES = (
     Sabotage(
+        "told-and-offered-again",
+        "relay/core/leaving.py",
+        "was_told",
+        'hop in getattr(dispatched, "told", ())',
+        "False",
+        CANCELLING,
+        "a call that its caller has left runs for nobody, because another member had refused it",
+    ),
+    Sabotage(
         "cancel-of-others",
         "relay/core/leaving.py",
         "_has_left",
