@@ -22,7 +22,7 @@ class CustomMetadataHook(MetadataHookInterface):
     """Sets the dynamic fields `readme` and `urls`."""
 
     def update(self, metadata: dict[str, Any]) -> None:
-        """Set both. Raises ValueError for a repository that is no address of https."""
+        """Set both. Raises ValueError if the address of the repository does not begin with https://."""
         repository = os.environ.get("IRIS_REPOSITORY", "").rstrip("/")
         text = Path(self.root, "README.md").read_text()
         metadata["readme"] = {

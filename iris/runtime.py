@@ -503,8 +503,8 @@ class Runtime:
     ) -> None:
         """Count a failed handler of the user, and log it: at once if it did not fail in this way within 10 s.
 
-        `handler` says what it is the handler of, "handler of thumbnails", and `of` is the cluster or filter, or "". If
-        it has not `ran`, the message does not fit it: then the text of the error says all, and there is no traceback.
+        `handler` says what it is the handler of, "handler of thumbnails", and `of` is the cluster or filter, or "". It
+        has not `ran` if the message does not fit it; then the error says enough, and no traceback is logged.
         Call it in an except block.
 
         A SystemExit or KeyboardInterrupt ends the event loop, as it does in any other task. It is raised there only

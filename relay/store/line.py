@@ -103,7 +103,7 @@ class Line:
         `was_active`: it was active when it last heard of this line.
 
         Raises:
-            LineFull: there is no place.
+            LineFull: the line, or the share of this client, is full.
             ValueError: another client has a worker of this id.
         """
         over: list[bytes] = []

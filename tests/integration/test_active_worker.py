@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -273,32 +273,41 @@ async def test_one_worker_too_many_is_refused_by_name(cluster: LocalCluster) -> 
             await worker.close()
 
 
+async def keeps_its_place(one: Any, two: Any, happens: Callable[[], Awaitable[None]]) -> None:
+    """A worker of `one` that has begun with a message stays active while something `happens`; one of `two` waits."""
+    await one.streams.append_many("orders", [b"1", b"2"])
+    async with (
+        one.streams.consumer("orders", "ledger", prefetch=1) as work,
+        two.streams.consumer("orders", "ledger", prefetch=1) as other,
+    ):
+        (first,) = await take(work)
+        standing = asyncio.create_task(anext(other))
+        await stands_by(two)
+        await happens()
+        first.ack()
+        (second,) = await take(work)
+        assert (second.offset, work.active, other.active) == (1, True, False)
+        second.ack()
+        await work.flush()
+        assert not standing.done()
+        standing.cancel()
+
+
 async def test_a_client_that_connects_again_keeps_its_place(
     cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(line, "RETURN_US", 3_000_000)  # so that a slow machine is in time
     store = cluster.store.store
     async with cluster.client() as one, cluster.client() as two:
-        await one.streams.append_many("orders", [b"1", b"2"])
-        async with (
-            one.streams.consumer("orders", "ledger", prefetch=1) as work,
-            two.streams.consumer("orders", "ledger", prefetch=1) as other,
-        ):
-            (first,) = await take(work)
-            standing = asyncio.create_task(anext(other))
-            await stands_by(two)
+
+        async def connects_again() -> None:
             lease = store.calls.leases._leases[one.streams._stores.attendance.lease]
             for _ in range(3):
                 cluster.cut(one)
                 until_us = store.clock.awake_us + line.LEASE_US
                 await eventually(lambda end=until_us: lease.until_us > end)  # type: ignore[misc]  # a default
-            first.ack()
-            (second,) = await take(work)
-            assert (second.offset, work.active, other.active) == (1, True, False)
-            second.ack()
-            await work.flush()
-            assert not standing.done()
-            standing.cancel()
+
+        await keeps_its_place(one, two, connects_again)
 
 
 async def test_a_client_that_is_lost_is_replaced(cluster: LocalCluster) -> None:
@@ -324,25 +333,12 @@ async def test_a_client_that_is_lost_is_replaced(cluster: LocalCluster) -> None:
 async def test_the_worker_that_was_active_is_again_after_a_restart_of_the_store(
     cluster: LocalCluster,
 ) -> None:
+    async def restarts() -> None:
+        await cluster.stop_store()
+        await cluster.start_store()
+
     async with cluster.client() as one, cluster.client() as two:
-        await one.streams.append_many("orders", [b"1", b"2"])
-        async with (
-            one.streams.consumer("orders", "ledger", prefetch=1) as work,
-            two.streams.consumer("orders", "ledger", prefetch=1) as other,
-        ):
-            (first,) = await take(work)
-            standing = asyncio.create_task(anext(other))
-            await stands_by(two)
-            await cluster.stop_store()
-            await cluster.start_store()
-            await eventually(lambda: not standing.done())
-            first.ack()
-            (second,) = await take(work)
-            assert (second.offset, other.active) == (1, False)
-            second.ack()
-            await work.flush()
-            assert not standing.done()
-            standing.cancel()
+        await keeps_its_place(one, two, restarts)
 
 
 async def test_each_partition_has_one_active_worker(tmp_path: Path) -> None:

@@ -669,34 +669,9 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("interruptible")
-def test_a_next_of_the_blocking_client_that_is_interrupted_takes_nothing() -> None:
-    main = threading.main_thread().ident
-    assert main is not None
-    keyring = iris.Keyring.single(iris.ClusterKey(b"k" * 32))
-    with (
-        iris.blocking.connect(embedded=True, keyring=keyring) as client,
-        client.subscribe("topic.>") as messages,
-    ):
-        subscription = messages._items  # type: ignore[attr-defined]  # to see when it waits
-        for number in range(COUNT):
-
-            def interrupt() -> None:
-                wait_until(lambda: [one for one in subscription._waiters if not one.done()])
-                signal.pthread_kill(main, signal.SIGINT)
-
-            thread = threading.Thread(target=interrupt)
-            thread.start()
-            with pytest.raises(KeyboardInterrupt):
-                next(messages)
-            thread.join(PATIENCE_S)
-            client.publish("topic.new", b"%d" % number)
-            client.flush()
-            assert next(messages).payload == b"%d" % number
-
-
-@pytest.mark.usefixtures("interruptible")
-def test_an_interrupted_next_with_a_timeout_takes_nothing_either() -> None:
+@contextlib.contextmanager
+def interrupted() -> Iterator[tuple[Any, Any, Callable[[], None]]]:
+    """A blocking client, its subscription, and a function that interrupts this thread once that waits."""
     main = threading.main_thread().ident
     assert main is not None
     keyring = iris.Keyring.single(iris.ClusterKey(b"k" * 32))
@@ -710,15 +685,35 @@ def test_an_interrupted_next_with_a_timeout_takes_nothing_either() -> None:
             wait_until(lambda: [one for one in subscription._waiters if not one.done()])
             signal.pthread_kill(main, signal.SIGINT)
 
+        yield client, messages, interrupt
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_next_of_the_blocking_client_that_is_interrupted_takes_nothing() -> None:
+    with interrupted() as (client, messages, interrupt):
+        for number in range(COUNT):
+            thread = threading.Thread(target=interrupt)
+            thread.start()
+            with pytest.raises(KeyboardInterrupt):
+                next(messages)
+            thread.join(PATIENCE_S)
+            client.publish("topic.new", b"%d" % number)
+            client.flush()
+            assert next(messages).payload == b"%d" % number
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupted_next_with_a_timeout_takes_nothing_either() -> None:
+    with interrupted() as (client, messages, interrupt):
         for number, timeout in enumerate((None, 1.0, PATIENCE_S)):
             thread = threading.Thread(target=interrupt)
             thread.start()
             with pytest.raises(KeyboardInterrupt):
                 messages.next(timeout=timeout)
             thread.join(PATIENCE_S)
-            interrupted = messages._next
+            begun = messages._next
             if timeout == 1.0:
-                wait_until(lambda ended=interrupted: ended.done())  # type: ignore[misc]
+                wait_until(lambda ended=begun: ended.done())  # type: ignore[misc]
             for _ in range(2):
                 with pytest.raises(iris.RequestTimeout):
                     messages.next(timeout=0.1)

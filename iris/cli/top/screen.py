@@ -32,13 +32,13 @@ OTHER_ROWS: Final = 6
 MIN_SIDE: Final = 48
 """Columns in which other views are shown beside the one that is chosen."""
 WIDE: Final = 140
-"""Columns from which on other views are shown below, if there is no room beside."""
+"""At this width, other views are shown below the chosen one if there is no room beside it."""
 STEP: Final = 8
 """The other views begin at a multiple of this, so that they do not move with every sample."""
 EDGE: Final = " │ "
 SLOW_LINES: Final = 4
 WIDE_TABS: Final = 100
-"""Columns from which on the names of views have their numbers."""
+"""At this width, the names of views have their numbers."""
 KEYS: Final = "q quit  ←→ view  s/S sort  r reverse  / filter  p pause  ? help"
 HELP: Final = (
     "1 to 9, ←, →, Tab   choose a view",
